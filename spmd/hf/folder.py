@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +23,12 @@ from spmd.errors import CheckpointError, Problem, check_local, first_of
 from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of, name_pattern
 from spmd.hf.fields import collect_errors
 from spmd.hf.quantization import FIELD, Mxfp4Tensor, read_quantization, readers_of
-from spmd.hf.safetensors import SafetensorsFile, StoredTensor, TensorReader
+from spmd.hf.safetensors import SafetensorsFile, StoredTensor, TensorReader, open_local
+from spmd.hf.stored_bytes import BucketBytes, DamagedBytesError, StoredBytes
 from spmd.model_interface.model_config import experts_of, layers_of
+from spmd.storage.address import BucketPath, Location
+from spmd.storage.bucket import Bucket
+from spmd.storage.download import download, is_side_file
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -35,7 +39,6 @@ _INDEX_MAX_BYTES = 64 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 _MAX_LAYERS_PER_TENSOR = 16
 _MAX_HINT_PAIRS = 10_000
-_COMPARE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,11 @@ class HFFolder:
     config: Any
     tensors: dict[str, TensorReader]
     files: dict[str, SafetensorsFile]
+
+    @property
+    def at_once(self) -> int:
+        """Bytes to read at a time."""
+        return max(file.stored.at_once for file in self.files.values())
 
     @functools.cached_property
     def tables(self) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
@@ -123,17 +131,25 @@ class HFFolder:
 
     def _is_equal(self, name: str, other: str) -> bool:
         """Compare the bytes of two tensors of one shape and dtype."""
-        chunks = self.files[name].chunks(name, np.empty(_COMPARE_BYTES, np.uint8))
-        others = self.files[other].chunks(other, np.empty(_COMPARE_BYTES, np.uint8))
+        size = self.at_once // 2
+        chunks = self.files[name].chunks(name, np.empty(size, np.uint8))
+        others = self.files[other].chunks(other, np.empty(size, np.uint8))
         return all(np.array_equal(*pair) for pair in zip(chunks, others, strict=True))
 
 
 @contextlib.contextmanager
-def open_folder(path: Path) -> Iterator[HFFolder]:
-    """Open a folder.
+def open_folder(location: Location) -> Iterator[HFFolder]:
+    """Open a folder; of one in a bucket, files beside the weights are downloaded.
 
     An error lists all problems of config.json, the index and the header of each file.
     """
+    weights: _Weights
+    if isinstance(location, BucketPath):
+        path = download(location, is_side_file)
+        weights = _BucketWeights(location)
+    else:
+        path = location
+        weights = _LocalWeights(path)
     problems = check_local("Hugging Face folder", path)
     if problems:
         raise CheckpointError("Nothing was read:", problems)
@@ -153,7 +169,7 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
         files: dict[str, SafetensorsFile] = {}
         tensors: dict[str, TensorReader] = {}
         with collect_errors(problems):
-            files = _open_files(path, stack, problems)
+            files = _open_files(path, weights, stack, problems)
         if not problems:
             stored = {name: StoredTensor(file, name) for name, file in files.items()}
             tensors = readers_of(stored, quantization, problems)
@@ -162,7 +178,7 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
                 config = family.for_tensors(config, tensors)
                 problems += _size_problems(family, config, len(tensors))
         if problems or family is None:
-            raise _error(path, *first_of(problems))
+            raise _error(location, *first_of(problems))
         yield HFFolder(path, values, family, config, tensors, files)
 
 
@@ -194,7 +210,7 @@ def architectures_of(values: Mapping[str, Any]) -> list[str]:
     return list(map(str, found))
 
 
-def _error(folder: Path, *problems: Problem) -> CheckpointError:
+def _error(folder: Location, *problems: Problem) -> CheckpointError:
     return CheckpointError(f"{folder} cannot be read:", problems)
 
 
@@ -252,15 +268,56 @@ def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
         raise _error(folder, Problem(name, f"cannot be read: {error}")) from error
 
 
+class _Weights(Protocol):
+    """Files with weights."""
+
+    def names(self) -> list[str]:
+        """Return the names of the files in the folder."""
+
+    def open(self, name: str) -> StoredBytes:
+        """Open a file; an OSError or a DamagedBytesError if it cannot be read."""
+
+
+class _LocalWeights(_Weights):
+    """Files in a local folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        """List the folder."""
+        return [file.name for file in self._folder.iterdir()]
+
+    def open(self, name: str) -> StoredBytes:
+        """Open a file of the folder, or one that a permitted link leads to."""
+        return open_local(inside(self._folder, name))
+
+
+class _BucketWeights(_Weights):
+    """Objects in a bucket."""
+
+    def __init__(self, path: BucketPath) -> None:
+        self._objects = Bucket(path)
+        self._names = [name for name in self._objects.list() if "/" not in name]
+
+    def names(self) -> list[str]:
+        """Return the names from when the folder was opened."""
+        return self._names
+
+    def open(self, name: str) -> StoredBytes:
+        """Read the header of an object."""
+        return BucketBytes(self._objects, name)
+
+
 def _open_files(
-    folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
+    folder: Path, weights: _Weights, stack: contextlib.ExitStack, problems: list[Problem]
 ) -> dict[str, SafetensorsFile]:
     """Return tensor → its file, opened."""
-    index, names = _weight_files(folder)
+    index, names = _weight_files(folder, weights)
     found: dict[str, SafetensorsFile] = {}
     opened: set[str] = set()
     for name in names:
-        file = _open_file(folder, name, stack, problems)
+        file = _open_file(weights, name, stack, problems)
         if file is None:
             continue
         opened.add(name)
@@ -274,12 +331,13 @@ def _open_files(
     return found
 
 
-def _weight_files(folder: Path) -> tuple[dict[str, str] | None, list[str]]:
+def _weight_files(folder: Path, weights: _Weights) -> tuple[dict[str, str] | None, list[str]]:
     """Return the index from tensors to files, None if there is one file, and the files' names."""
-    if (folder / SINGLE).exists():
+    names = weights.names()
+    if SINGLE in names:
         return None, [SINGLE]
-    if not (folder / INDEX).exists():
-        raise _error(folder, *_no_weights(folder))
+    if INDEX not in names:
+        raise _error(folder, *_no_weights(names))
     index = _read_json(folder, INDEX, _INDEX_MAX_BYTES).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise _error(folder, Problem(INDEX, "has no weight_map from tensors to files"))
@@ -287,7 +345,7 @@ def _weight_files(folder: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 
 def _open_file(
-    folder: Path, name: str, stack: contextlib.ExitStack, problems: list[Problem]
+    weights: _Weights, name: str, stack: contextlib.ExitStack, problems: list[Problem]
 ) -> SafetensorsFile | None:
     """Open a file; return None and report its problems if it cannot be read."""
     if not name.endswith(".safetensors"):
@@ -296,9 +354,11 @@ def _open_file(
         return None
     with collect_errors(problems):
         try:
-            return stack.enter_context(SafetensorsFile(inside(folder, name)))
+            return stack.enter_context(SafetensorsFile(weights.open(name)))
         except OSError as error:
             problems.append(Problem(name, f"cannot be read: {error.strerror or error}"))
+        except DamagedBytesError as error:
+            problems.append(Problem(name, str(error), fix="upload the file again"))
     return None
 
 
@@ -313,12 +373,12 @@ def _misplaced(file: SafetensorsFile, name: str, index: Mapping[str, str]) -> It
         yield Problem(_where(tensor), f"is in {name}, and {INDEX} maps it {place}")
 
 
-def _no_weights(folder: Path) -> list[Problem]:
+def _no_weights(names: Iterable[str]) -> list[Problem]:
     """Return a problem for each file found instead of weights, or one about their absence."""
     what = "is a pickle, and loading it would run code in it; only safetensors are supported"
     fix = "convert it to safetensors if you trust it: model.save_pretrained(folder)"
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    pickles = sorted(name for name in names if Path(name).suffix in _PICKLES)
+    others = sorted(name for name in names if name.endswith(".safetensors"))
     problems: list[Problem] = []
     for name in pickles:
         problems.append(Problem(name, what, fix=fix))

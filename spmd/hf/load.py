@@ -10,7 +10,6 @@ import math
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,10 +28,7 @@ from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import TensorReader
 from spmd.hf.tensor_region import TensorRegion
 from spmd.resilience.consistency import check_hosts_agree
-
-BUFFER_BYTES = 4 << 20
-"""Bytes that are read before they are copied to the devices; small enough for a processor's
-cache."""
+from spmd.storage.address import Location, locate
 
 _NONE: Mapping[str, Any] = FrozenDict()
 _THREADS = 4
@@ -43,14 +39,14 @@ _EXPONENTS = {np.dtype(np.float16): 0x7C00, np.dtype(jnp.bfloat16): 0x7F80}
 _DEVICE_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16)})
 
 
-def load_params(folder: Path, abstract: Any) -> Any:
-    """Load the parameters of a Hugging Face folder, each device its own shards.
+def load_params(folder: str | Location, abstract: Any) -> Any:
+    """Load the parameters of a Hugging Face folder, local or in a bucket, each device its own shards.
 
     `abstract` are the parameters as `jax.ShapeDtypeStruct`s with shardings, such as
     `plan.abstract_params`; tensors are cast to these dtypes. All mismatches are raised as one
     CheckpointError, before anything is allocated.
     """
-    with open_folder(Path(folder)) as found:
+    with open_folder(locate(folder)) as found:
         return load_published(found, abstract)
 
 
@@ -61,7 +57,7 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     """
     _check_same_files(found)
     sources = check_published(found, abstract)
-    buffer = _allocate((BUFFER_BYTES,), np.uint8)
+    buffer = _allocate((found.at_once,), np.uint8)
     non_finite = set[tuple[str, str]]()
     with ThreadPoolExecutor(_THREADS) as pool:
 
@@ -114,7 +110,7 @@ def _check_same_files(found: HFFolder) -> None:
         return
     digests = dict[str, str]()
     for file in set(found.files.values()):
-        digests[file.path.name] = file.sample_digest()[:16]
+        digests[file.path.name] = file.stored.digest()[:16]
     check_hosts_agree({f"digest of {found.path.name}": digests})
 
 
@@ -206,7 +202,7 @@ class _Loader:
         if len(place) < len(local):
             row_dim = len(self.source.stack_shape) + self.source.order[self.source.shared_dims]
             rows = local[row_dim]
-        windows = _divide_up(rows, _rows_at_once(regions.values()))
+        windows = _divide_up(rows, _rows_at_once(regions.values(), len(self.buffer)))
         # windows of one size, so that one program serves all
         count = _divide_up(rows, windows)
         for start in range(0, rows, count):
@@ -273,10 +269,10 @@ def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.frombuffer(pages, np.uint8, size).view(dtype).reshape(shape)
 
 
-def _rows_at_once(regions: Collection[TensorRegion]) -> int:
+def _rows_at_once(regions: Collection[TensorRegion], most: int) -> int:
     """Return the number of rows per read.
 
-    Neither the rows read nor the parts of all devices exceed the buffer, unless one row does.
+    Neither the rows read nor the parts of all devices exceed the buffer's bytes, unless one row does.
     """
     row_bytes: dict[tuple[str, int], int] = {}
     used = 0
@@ -284,7 +280,7 @@ def _rows_at_once(regions: Collection[TensorRegion]) -> int:
         row_bytes[region.key] = _divide_up(region.reads.rows * region.row_bytes, region.row_count)
         used += region.part_bytes
     read = sum(row_bytes.values())
-    return max(1, BUFFER_BYTES // max(read, used))
+    return max(1, most // max(read, used))
 
 
 class _HostShards:

@@ -7,7 +7,6 @@ kills the process) or read the whole tensor each time; its writer needs all tens
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -19,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from spmd.checkpoint.manifest import open_regular
 from spmd.errors import CheckpointError, Problem, first_of
+from spmd.hf.stored_bytes import DamagedBytesError, LocalBytes, StoredBytes
+from spmd.storage.address import Location
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -45,8 +45,6 @@ EVERY_ROW = slice(None)
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MAX_DIMENSIONS = 32
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +62,23 @@ class Tensor:
 
 
 class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
-    """A safetensors file opened for reading: a regular file, not a symbolic link.
+    """A safetensors file opened for reading.
 
     `tensors` maps names to locations, `metadata` has the pairs of text that the file's writer
     added.
+
+    Args:
+        stored: Its bytes, closed with this object; or the path of a local file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = open_regular(path)
-        except ValueError as error:
-            raise _read_error(path, [Problem(path.name, str(error))]) from error
+    def __init__(self, stored: StoredBytes | Path) -> None:
+        if isinstance(stored, Path):
+            stored = open_local(stored)
+        self.stored = stored
+        self.path = stored.path
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            size = os.fstat(self._file.fileno()).st_size
-            self.tensors, self.metadata = _read_header(path, size)
+            self.tensors, self.metadata = _read_header(stored)
             stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
@@ -87,7 +86,7 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
 
     def close(self) -> None:
         """Close the file; may be called again."""
-        self._file.close()
+        self.stored.close()
 
     def elements(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
         """Read elements `start` to `stop` of a flattened tensor, and no others.
@@ -111,27 +110,20 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
             self._read(chunk, tensor.begin + start)
             yield chunk
 
-    def sample_digest(self) -> str:
-        """Return a digest of the size and of samples of the content: the header, then every part.
-
-        It tells apart files of different models or versions, and reads little of a large file.
-        """
-        number = self._file.fileno()
-        size = os.fstat(number).st_size
-        digest = hashlib.sha256(str(size).encode())
-        for offset in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64):
-            digest.update(os.pread(number, _SAMPLE_BYTES, int(offset)))
-        return digest.hexdigest()
-
     def _read(self, buffer: np.ndarray, offset: int) -> None:
-        number = self._file.fileno()
-        left = buffer.data
-        while left:
-            count = os.preadv(number, [left], offset)
-            if not count:
-                what = f"ends at byte {offset}, before the end of its tensors"
-                raise _read_error(self.path, [Problem(self.path.name, what)])
-            left, offset = left[count:], offset + count
+        try:
+            self.stored.read_into(buffer.data, offset)
+        except DamagedBytesError as error:
+            what = f"{error}, before the end of its tensors"
+            raise _read_error(self.path, [Problem(self.path.name, what)]) from error
+
+
+def open_local(path: Path) -> LocalBytes:
+    """Open a local file; a CheckpointError if it is not a regular one."""
+    try:
+        return LocalBytes(path)
+    except ValueError as error:
+        raise _read_error(path, [Problem(path.name, str(error))]) from error
 
 
 class TensorReader(Protocol):
@@ -182,29 +174,30 @@ class StoredTensor:
         return elements.reshape(-1, size)[chosen]
 
 
-def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_header(stored: StoredBytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the location of each tensor, and the metadata.
 
     Tensors are contiguous and end with the file, as the library checks.
     """
+    path = stored.path
     codes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        with safetensors.safe_open(path, "np") as file:
+        with stored.header_file() as local, safetensors.safe_open(local, "np") as file:
             metadata = dict(file.metadata() or {})
             for name in file.offset_keys():
                 spec = file.get_slice(name)
                 codes[name] = spec.get_dtype()
                 shapes[name] = tuple(spec.get_shape())
     except safetensors.SafetensorError as error:
-        size, fix = f"{file_size} bytes", "download the file again"
+        size, fix = f"{stored.size} bytes", "download the file again"
         problem = Problem(path.name, f"is not valid: {error}", size, fix)
         raise _read_error(path, [problem]) from error
     problems = _unsupported(path, codes, shapes)
     if problems:
         raise _read_error(path, problems)
     tensors: dict[str, Tensor] = {}
-    end = file_size
+    end = stored.size
     for name in reversed(codes):
         dtype, shape = DTYPES[codes[name]], shapes[name]
         end -= math.prod(shape) * dtype.itemsize
@@ -213,7 +206,7 @@ def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[st
 
 
 def _unsupported(
-    path: Path, codes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    path: Location, codes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Problem]:
     supported = f"one of: {', '.join(DTYPES)}"
     most = f"at most {_MAX_DIMENSIONS} are supported"
@@ -228,7 +221,7 @@ def _unsupported(
     return problems
 
 
-def _read_error(path: Path, problems: list[Problem]) -> CheckpointError:
+def _read_error(path: Location, problems: list[Problem]) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read:", first_of(problems))
 
 

@@ -44,7 +44,7 @@ def check_init(setup: TrainSetup) -> str:
         with other_config():
             _check_model(location, RunDir(location).config().model, config.model)
     else:
-        with _open_hf(setup, local_path(config.init)):
+        with _open_hf(setup, location):
             pass
     tokenizer = local_path(config.init, is_side_file) / TOKENIZER
     if tokenizer.exists() and config.data.tokenizer == "bytes":
@@ -82,7 +82,7 @@ def initial_state(setup: TrainSetup) -> TrainState:
         params = read_params(location, _model_params(setup), trained=True)
         variables = read_variables(location, _model_variables(setup))
     else:
-        with _open_hf(setup, local_path(config.init)) as found:
+        with _open_hf(setup, location) as found:
             params, variables = load_model(found, _model_params(setup), _model_variables(setup))
     if config.lora.targets:
         return init_state(plan, config.seed, variables={BASE: params, **variables})
@@ -107,10 +107,10 @@ def _model_variables(setup: TrainSetup) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _open_hf(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
+def _open_hf(setup: TrainSetup, location: Location) -> Iterator[HFFolder]:
     """Open a Hugging Face folder with the parameters of the setup's model."""
-    with open_folder(path) as found:
-        _check_model(path, found.config, setup.config.model)
+    with open_folder(location) as found:
+        _check_model(location, found.config, setup.config.model)
         check_published(found, _model_params(setup), _model_variables(setup))
         yield found
 

@@ -31,7 +31,6 @@ from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
 from spmd.storage.address import Location, address_of, is_address, locate
-from spmd.storage.download import local_path
 from spmd.training.evaluated_params import (
     EvaluationPoint,
     evaluation_point,
@@ -90,7 +89,7 @@ def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
         raise CheckpointError("Nothing was restored:", [problem])
     if origin.get("step") is not None:
         return read_params(path, abstract, origin["step"], trained=True)
-    with open_folder(local_path(origin["path"])) as found:
+    with open_folder(path) as found:
         return load_published(found, abstract)
 
 

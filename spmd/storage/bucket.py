@@ -32,6 +32,9 @@ _LONGEST_WAIT = 15.0
 _PART_BYTES = 32 << 20
 """Bytes of one request for a large object."""
 
+_RANGE_BYTES = 8 << 20
+"""Bytes of one of several requests at a time."""
+
 _RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "2s"}
 """Repetitions inside TensorStore, which are not reported."""
 CONTEXT = tensorstore.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
@@ -164,6 +167,42 @@ class Bucket:
             start += len(part.value)
             if len(part.value) < _PART_BYTES:
                 return current
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> Version:
+        """Fill a buffer with an object's bytes from a position on; return the object's version.
+
+        Ranges are requested at the same time.
+
+        Raises:
+            FileNotFoundError: There is none.
+            EOFError: It ends before, or was replaced between the ranges.
+        """
+        bounds = []
+        for first in range(0, len(buffer), _RANGE_BYTES):
+            bounds.append((first, min(first + _RANGE_BYTES, len(buffer))))
+
+        def read(store: Any) -> list[Any] | None:
+            futures = []
+            for first, last in bounds:
+                futures.append(store.read(name, byte_range=slice(start + first, start + last)))
+            try:
+                return [future.result() for future in futures]
+            except ValueError as error:
+                if not str(error).startswith("OUT_OF_RANGE"):
+                    raise
+                return None
+
+        parts = self._request(name, read)
+        if parts is None:
+            raise EOFError(f"ends before byte {start + len(buffer)}")
+        if any(part.state == "missing" for part in parts):
+            raise FileNotFoundError(f"{self.path / name} does not exist")
+        versions = {part.stamp.generation for part in parts}
+        if len(versions) > 1:
+            raise EOFError("was replaced while it was read")
+        for (first, last), part in zip(bounds, parts, strict=True):
+            buffer[first:last] = part.value
+        return Version(versions.pop())
 
     def _read_part(self, name: str, start: int, unless: Version | None) -> Any:
         """Read the next bytes of an object; TensorStore's result, of fewer bytes at the end."""

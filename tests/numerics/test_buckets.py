@@ -13,10 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.checkpoint import zarr_arrays
+from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.sources import find_files
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import CheckpointError, DataError, StorageError
+from spmd.hf.safetensors import SafetensorsFile, StoredTensor, write_safetensors
+from spmd.hf.stored_bytes import BucketBytes, DamagedBytesError
 from spmd.resilience import lease as lease_module
 from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
@@ -279,6 +282,43 @@ def test_a_tokenizer_is_read_with_the_files_beside_it(s3, key, tmp_path, monkeyp
     theirs = load_tokenizer(str(tmp_path / "local" / "tokenizer.json"))
     assert (ours.name, ours.vocab, ours.eos) == (theirs.name, theirs.vocab, theirs.eos)
     assert not list((tmp_path / "downloads").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_weights_are_read_in_ranges(servers, key, kind, tmp_path, monkeypatch):
+    """The values of a local file; of a few rows, a few bytes are read. A cut or replaced object is an error."""
+    monkeypatch.setattr(bucket_module, "_RANGE_BYTES", 1000)
+    objects = bucket(servers[kind], key)
+    path = tmp_path / "model.safetensors"
+    values = {
+        "one": np.arange(30_000, dtype=np.float32).reshape(300, 100),
+        "two": np.ones(7, np.float16),
+    }
+    write_safetensors(path, values, iter(values.values()), {"format": "pt"})
+    objects.write(path.name, path.read_bytes())
+    before = bytes_read()
+    with SafetensorsFile(BucketBytes(objects, path.name)) as file, SafetensorsFile(path) as local:
+        assert (file.tensors, file.metadata) == (local.tensors, local.metadata)
+        few = StoredTensor(file, "one").rows(100, 103, 100, np.empty(1200, np.uint8))
+        np.testing.assert_array_equal(few, values["one"][100:103])
+        assert bytes_read() - before < 2000
+        rows = StoredTensor(file, "one").rows(0, 300, 100, np.empty(120_000, np.uint8))
+        np.testing.assert_array_equal(rows, values["one"])
+        objects.write(path.name, path.read_bytes()[:-1] + b"!")
+        with pytest.raises(CheckpointError, match="was replaced while it was read"):
+            StoredTensor(file, "two").rows(0, 1, 7, np.empty(14, np.uint8))
+    objects.write(path.name, path.read_bytes()[:-1])
+    with (
+        SafetensorsFile(BucketBytes(objects, path.name)) as file,
+        pytest.raises(CheckpointError, match="before the end of its tensors"),
+    ):
+        StoredTensor(file, "two").rows(0, 1, 7, np.empty(14, np.uint8))
+    for content in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]"):
+        objects.write(path.name, content)
+        with pytest.raises(DamagedBytesError):
+            BucketBytes(objects, path.name)
+    with pytest.raises(FileNotFoundError):
+        BucketBytes(objects, "other.safetensors")
 
 
 def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):

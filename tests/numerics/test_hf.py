@@ -19,6 +19,7 @@ from spmd.hf.layout import TRANSPOSED, part
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
+from spmd.hf.stored_bytes import LocalBytes
 from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.models.vit import PRESETS as VIT_PRESETS
 from spmd.plan import flax
@@ -100,11 +101,11 @@ def edit(path, **fields):
 MESHES = [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2}]
 
 
-@pytest.mark.parametrize("at_once", [load.BUFFER_BYTES, 1000, 1])
+@pytest.mark.parametrize("at_once", [LocalBytes.at_once, 1000, 1])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_shards_are_read_where_they_belong(sizes, at_once, original, params, monkeypatch):
     """On every mesh, and however few rows are read at once, the parameters are the ones that were written."""
-    monkeypatch.setattr(load, "BUFFER_BYTES", at_once)
+    monkeypatch.setattr(LocalBytes, "at_once", at_once)
     abstract = tiny.plan(CONFIG, **sizes).abstract_params
     loaded = load_params(original, abstract)
     assert jax.tree.all(jax.tree.map(lambda x, leaf: x.sharding == leaf.sharding, loaded, abstract))
@@ -125,7 +126,7 @@ def test_a_tensor_is_the_transpose_of_a_layer(original, params):
 def test_shards_of_accelerators_are_written_in_place(sizes, original, params, monkeypatch):
     """What is done for devices with memory of their own gives the same bits."""
     monkeypatch.setattr(load, "_HostShards", load._DeviceShards)
-    monkeypatch.setattr(load, "BUFFER_BYTES", 3000)
+    monkeypatch.setattr(LocalBytes, "at_once", 3000)
     assert equal(load_params(original, tiny.plan(CONFIG, **sizes).abstract_params), params)
 
 

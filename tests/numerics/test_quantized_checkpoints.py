@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from spmd.errors import CheckpointError, ConfigError
 from spmd.hf import folder as hf_folder
-from spmd.hf import load, tensor_region
+from spmd.hf import tensor_region
 from spmd.hf.family import Family, TensorMapping, family_for
 from spmd.hf.folder import open_folder
 from spmd.hf.layout import EXPERTS, part
@@ -24,6 +24,7 @@ from spmd.hf.load import load_params
 from spmd.hf.quantization import Fp8Tensor, read_quantization
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import save_params
+from spmd.hf.stored_bytes import LocalBytes
 from tests import tiny
 
 EXPERTS_COUNT, D, D_FF = 4, 64, 6
@@ -169,9 +170,9 @@ def test_mxfp4_is_read_as_its_specification_says(dtype, made, codes, tmp_path, m
     folder = write_mxfp4(tmp_path / "a", codes)
     arrays = expected(codes)
     abstract = abstract_of(arrays, dtype)
-    for skipped, at_once in ((tensor_region.SKIPPED_BYTES, load.BUFFER_BYTES), (0, 500), (0, 1)):
+    for skipped, at_once in ((tensor_region.SKIPPED_BYTES, LocalBytes.at_once), (0, 500), (0, 1)):
         monkeypatch.setattr(tensor_region, "SKIPPED_BYTES", skipped)
-        monkeypatch.setattr(load, "BUFFER_BYTES", at_once)
+        monkeypatch.setattr(LocalBytes, "at_once", at_once)
         params = load_params(folder, abstract)
         for path, array in arrays.items():
             assert equal_bits(params[path], array.astype(dtype))
@@ -308,11 +309,11 @@ def loaded_and_written(folder, tmp_path, dtype=None):
     return load_file(tmp_path / "out" / "model.safetensors")
 
 
-@pytest.mark.parametrize("at_once", [load.BUFFER_BYTES, 1000])
+@pytest.mark.parametrize("at_once", [LocalBytes.at_once, 1000])
 def test_blocks_of_fp8_are_multiplied_by_their_factors(at_once, fp8, tmp_path, monkeypatch):
     """A float32 product, bit for bit; the last blocks are not full."""
     folder, _, values = fp8
-    monkeypatch.setattr(load, "BUFFER_BYTES", at_once)
+    monkeypatch.setattr(LocalBytes, "at_once", at_once)
     written = loaded_and_written(folder, tmp_path)
     assert written.keys() == values.keys()
     for name, value in values.items():

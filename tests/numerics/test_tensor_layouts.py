@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from spmd.errors import CheckpointError, ConfigError
-from spmd.hf import load, tensor_region
+from spmd.hf import tensor_region
 from spmd.hf.family import Family, TensorMapping, tensor_sources
 from spmd.hf.folder import HFFolder
 from spmd.hf.layout import (
@@ -27,6 +27,7 @@ from spmd.hf.layout import (
 from spmd.hf.load import load_published
 from spmd.hf.safetensors import SafetensorsFile, StoredTensor
 from spmd.hf.save import save_params
+from spmd.hf.stored_bytes import LocalBytes
 from tests import tiny
 
 LAYERS, D, HEADS, KV, HEAD, EXPERT_COUNT, D_FF, WIDTH = 2, 12, 4, 2, 6, 4, 10, 3
@@ -251,12 +252,12 @@ def test_each_device_reads_its_rows_of_a_layout(name, tmp_path, monkeypatch):
     arrays = expected(case, table := write(tmp_path / "a", case))
     abstract = abstract_of(arrays, case.spec, fsdp=2, tensor=2)
     for skipped, at_once in (
-        (tensor_region.SKIPPED_BYTES, load.BUFFER_BYTES),
+        (tensor_region.SKIPPED_BYTES, LocalBytes.at_once),
         (0, 200),
         (1 << 20, 1),
     ):
         monkeypatch.setattr(tensor_region, "SKIPPED_BYTES", skipped)
-        monkeypatch.setattr(load, "BUFFER_BYTES", at_once)
+        monkeypatch.setattr(LocalBytes, "at_once", at_once)
         params = read(tmp_path / "a", case.layouts, abstract)
         for path, array in arrays.items():
             assert params[path].sharding == abstract[path].sharding

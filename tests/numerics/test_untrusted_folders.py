@@ -9,12 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError
-from spmd.hf import folder as published_module
 from spmd.hf.family import family_for
 from spmd.hf.folder import open_folder
 from spmd.hf.load import check_published
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
+from spmd.hf.stored_bytes import LocalBytes
 from spmd.models import gemma, gpt2, llama, mixtral, qwen, vit
 from spmd.plan import flax
 from tests.command_line import run
@@ -77,7 +77,7 @@ HEADS = {
 @pytest.mark.parametrize("name", TIED)
 def test_a_head_of_its_own_is_not_lost(name, head, tmp_path, monkeypatch):
     """Where config.json says that the head is the embedding, one that differs from it is refused."""
-    monkeypatch.setattr(published_module, "_COMPARE_BYTES", 1000)
+    monkeypatch.setattr(LocalBytes, "at_once", 2000)
     (config, embedding), (change, arithmetic) = TIED[name], HEADS[head]
 
     def changed(tensors):
