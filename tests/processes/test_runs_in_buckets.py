@@ -155,6 +155,8 @@ def test_what_a_run_starts_from_may_be_in_a_bucket(s3, key, whole, tmp_path):
         train(config, out, "--init", init, *source, *flags, printed=tmp_path / f"{name}-2", **home)
         assert losses(out) == losses(tmp_path / name)
         assert losses(out) != dict(itertools.islice(losses(expected).items(), 4))
+    assert list((tmp_path / ".cache").rglob("config.json"))
+    assert not list((tmp_path / ".cache").rglob("*.safetensors"))  # read in ranges
 
 
 @pytest.mark.soak
