@@ -289,7 +289,7 @@ class _LocalWeights(_Weights):
         return [file.name for file in self._folder.iterdir()]
 
     def open(self, name: str) -> StoredBytes:
-        """Open a file of the folder, or one that a permitted link leads to."""
+        """Open a file of the folder, through permitted links."""
         return open_local(inside(self._folder, name))
 
 

@@ -49,7 +49,7 @@ class StoredBytes(Protocol):
         """Yield a local file with the header, and of the file's size."""
 
     def digest(self) -> str:
-        """Return what tells the file apart from others, without reading much of it."""
+        """Return a digest for comparisons of files, without reading much."""
 
     def close(self) -> None:
         """Close the file; may be called again."""
@@ -98,12 +98,13 @@ class LocalBytes(StoredBytes):
 
 
 class BucketBytes(StoredBytes):
-    """Bytes of an object, which must not be replaced while it is read.
+    """Bytes of an object.
 
-    Its size is that of its header and of the tensors in it.
+    It must not be replaced while it is read. Its size is that of its header and of the tensors in
+    it.
 
     Raises:
-        FileNotFoundError: There is no such object.
+        FileNotFoundError: The object does not exist.
         DamagedBytesError: Its header is cut, or has no size of tensors.
         StorageError: The store does not answer.
     """
@@ -145,7 +146,7 @@ class BucketBytes(StoredBytes):
             yield Path(file.name)
 
     def digest(self) -> str:
-        """Return the size and the object's version, which the store gives each new content."""
+        """Return a digest of the size and of the object's version."""
         version = self._version.generation.hex() if self._version else ""
         return hashlib.sha256(f"{self.size} {version}".encode()).hexdigest()
 
