@@ -13,6 +13,6 @@ config = spmd.TrainConfig(
     rules=LLAMA,
     mesh=spmd.MeshShape(fsdp=8),
     devices=8,
-    data=spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=256, batch=8),
+    data=spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=256, batch=16),
     optimizer=spmd.OptimizerConfig(warmup_steps=2),
 )
