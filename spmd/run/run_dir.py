@@ -31,7 +31,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -269,12 +269,19 @@ class RunDir:
             return {"title": error.title, "failed": plain_problems(error.problems)}
 
     def _check_bucket(self) -> None:
-        """Raise if the bucket cannot be listed."""
-        if isinstance(self.location, BucketPath):
-            try:
-                Bucket(self.location, patience=_START_SECONDS).check()
-            except StorageError as error:
-                raise CheckpointError("Nothing was started:", error.problems) from error
+        """Raise if the bucket cannot be listed, or has an object in place of the folder."""
+        path = self.location
+        if not isinstance(path, BucketPath):
+            return
+        problems: Sequence[Problem] = []
+        try:
+            Bucket(path, patience=_START_SECONDS).check()
+            if Bucket(path.parent, patience=_START_SECONDS).exists(path.name):
+                problems = [Problem(str(path), "is an object", fix="another key")]
+        except StorageError as error:
+            problems = error.problems
+        if problems:
+            raise CheckpointError("Nothing was started:", problems)
 
     def _check_writable(self) -> None:
         """Raise if the folder, or the nearest one above it, cannot be written."""

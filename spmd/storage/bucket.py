@@ -204,6 +204,16 @@ class Bucket:
             buffer[first:last] = part.value
         return Version(versions.pop())
 
+    def exists(self, name: str) -> bool:
+        """Return whether there is an object of this name, by its first byte."""
+        try:
+            self.read_into(name, 0, memoryview(bytearray(1)))
+        except FileNotFoundError:
+            return False
+        except EOFError:  # it is empty
+            return True
+        return True
+
     def _read_part(self, name: str, start: int, unless: Version | None) -> Any:
         """Read the next bytes of an object; TensorStore's result, of fewer bytes at the end."""
         generation = None

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 import time
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,11 @@ def test_objects_are_written_read_listed_and_deleted(servers, key, kind):
     assert objects.list("a/") == ["a/b", "a/c"]
     assert objects.read("a/c") == b"22"
     assert [found.data for found in objects.find_all(["a/b", "zz", "az"])] == [b"1", None, b""]
+    assert [objects.exists(name) for name in ("a/b", "zz", "az", "a")] == [True, False, True, False]
+    for name, refused in ((f"{key}/a/b", True), (f"{key}/a", False)):
+        folder = RunDir(locate(servers[kind].address(name)))
+        with pytest.raises(CheckpointError, match="is an object") if refused else nullcontext():
+            folder.check_use("never")
     with pytest.raises(FileNotFoundError):
         objects.read("zz")
     with pytest.raises(ValueError, match="2 bytes, above the limit of 1"):
