@@ -18,6 +18,9 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 class LastingStream:
     """Text stream without errors: lost output is dropped, and reported once.
 
+    It equals the stream that it writes to: logging handlers close a stream unless it is standard
+    output or standard error.
+
     Attributes:
         listeners: Functions that get the sentence about lost output, such as of a log.
     """
@@ -30,6 +33,12 @@ class LastingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._stream
+
+    def __hash__(self) -> int:
+        return hash(self._stream)
 
     def write(self, text: str) -> int:
         """Write a text, or drop it."""
@@ -53,6 +62,8 @@ class LastingStream:
 
     def finish(self) -> None:
         """Flush the stream; discard its contents after an error, since Python flushes at exit."""
+        if self._stream.closed:
+            return
         try:
             self._stream.flush()
         except OSError as error:

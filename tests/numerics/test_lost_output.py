@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +137,25 @@ def test_control_without_lasting_output_a_print_fails(step, tmp_path, monkeypatc
     os.dup2(null, stream.fileno())
     os.close(null)
     stream.close()
+
+
+def test_a_logging_handler_does_not_close_what_is_wrapped(monkeypatch):
+    """One of absl closes its stream, unless it is standard error; the control is one that is not."""
+    stream, other = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handlers = [absl.logging.PythonHandler(each) for each in (stream, other)]
+    with lasting_output():
+        for handler in handlers:
+            handler.close()
+        print("still here", file=sys.stderr)
+    assert stream.getvalue() == "still here\n"
+    assert other.closed
+
+
+def test_a_stream_that_was_closed_needs_no_end(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with lasting_output():
+        sys.stderr.close()
 
 
 def test_an_inner_block_changes_nothing(capsys):
