@@ -51,6 +51,7 @@ _CRASH_CODES = (EXIT_LOST, EXIT_HUNG, 128 + signal.SIGABRT, 128 + signal.SIGKILL
 _POLL_SECONDS = 0.2
 # Time for the end of a process that was told of a loss, such as its last lines.
 _LOSS_SECONDS = 1.0
+_INTERRUPT_SECONDS = 5.0
 _NO_REPORT = Report()
 # Training time before a standby is prepared, which a short run does not need.
 _STANDBY_SECONDS = 5.0
@@ -228,7 +229,11 @@ class _Supervisor:
         if self._fork():
             return worker
         while True:
-            found = self._wait(worker)
+            try:
+                found = self._wait(worker)
+            except KeyboardInterrupt:
+                self._interrupt_child()
+                raise
             if isinstance(found, Worker):
                 return found
             ended_at = time.time()
@@ -363,6 +368,14 @@ class _Supervisor:
         self._child = 0  # its number may be used again from here on
         _, status = os.waitpid(child, 0)
         return _End(os.waitstatus_to_exitcode(status))
+
+    def _interrupt_child(self) -> None:
+        """Wait for the end of the child after Ctrl-C, which it has as well from a terminal."""
+        with _process_handle(self._child) as handle:
+            if select.select([handle], [], [], _INTERRUPT_SECONDS)[0]:
+                return
+            os.kill(self._child, signal.SIGINT)  # it was sent to the supervisor alone
+            select.select([handle], [], [], _INTERRUPT_SECONDS)
 
     def _may_restart(self, end: _End) -> bool:
         """Return whether to start a further process.

@@ -9,18 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from spmd.resilience import supervisor as supervisor_module
 from spmd.resilience.generations import FolderStore, Generations
 from spmd.resilience.supervisor import fork_obstacle, native_threads, supervise
 from tests import forked
 
 
-def supervised(work, folder, *, attempts=3, generations=None, prepare=lambda: None):
+def supervised(
+    work, folder, *, attempts=3, generations=None, prepare=lambda: None, own_group=False
+):
     """A process that supervises `work(worker)`, a function of the training process; its number."""
 
     def run():
+        if own_group:
+            os.setpgid(0, 0)
         # handlers of the test's own process
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         records = generations or Generations()
         found = supervise(records, lambda: 0, prepare, attempts, standby_delay=0.0)
         if not isinstance(found, int):
@@ -125,6 +131,29 @@ def test_signals_are_forwarded(number, tmp_path):
     expected = 75 if number == signal.SIGUSR1 else -number
     assert ended(process) == expected
     assert len(started(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["from a terminal", "to it alone"])
+def test_an_interrupted_process_ends_first(group, tmp_path, monkeypatch):
+    """Ctrl-C: what the process does at its end is done, such as freeing the folder."""
+    monkeypatch.setattr(supervisor_module, "_INTERRUPT_SECONDS", 1.0)
+
+    def work(worker):
+        try:
+            (tmp_path / "ready").touch()
+            time.sleep(60)
+        finally:
+            time.sleep(0.3)
+            (tmp_path / "cleaned").touch()
+
+    process = supervised(work, tmp_path, own_group=True)
+    wait_until((tmp_path / "ready").exists)
+    if group:
+        os.killpg(process, signal.SIGINT)
+    else:
+        os.kill(process, signal.SIGINT)
+    assert ended(process) != 0
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_a_process_ends_with_its_supervisor(tmp_path):
