@@ -14,11 +14,8 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from tests.object_stores import BUCKET, Server
+from tests.object_stores import Server
 
-_BUCKET = f"/storage/v1/b/{BUCKET}"
-_OBJECTS = f"{_BUCKET}/o"
-_UPLOADS = f"/upload/storage/v1/b/{BUCKET}/o"
 _PAGE = 3
 """Names in one answer to a listing: a client must ask for the others."""
 
@@ -27,6 +24,7 @@ class _Objects:
     """Objects by name, each with its generation."""
 
     def __init__(self, ignores_conditions: bool) -> None:
+        self.bucket = ""
         self.lock = threading.Lock()
         self.ignores_conditions = ignores_conditions
         self.found: dict[str, tuple[int, bytes]] = {}
@@ -55,13 +53,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         pass
 
+    @property
+    def bucket(self) -> str:
+        """Path of the bucket."""
+        return f"/storage/v1/b/{self.objects.bucket}"
+
     def do_GET(self) -> None:
         path, query = self._parsed()
-        if path.startswith(f"{_OBJECTS}/"):
-            self._read(urllib.parse.unquote(path.removeprefix(f"{_OBJECTS}/")), query)
-        elif path == _OBJECTS:
+        if path.startswith(f"{self.bucket}/o/"):
+            self._read(self._name(path), query)
+        elif path == f"{self.bucket}/o":
             self._list(query)
-        elif path == _BUCKET:
+        elif path == self.bucket:
             self._answer(200, b"{}")
         else:
             self._answer(404, b"no such bucket")
@@ -69,7 +72,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         path, query = self._parsed()
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if path != _UPLOADS or query.get("uploadType") != "media":
+        if path != f"/upload{self.bucket}/o" or query.get("uploadType") != "media":
             self._answer(404, b"no such bucket")
             return
         name = query["name"]
@@ -83,7 +86,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         path, query = self._parsed()
-        name = urllib.parse.unquote(path.removeprefix(f"{_OBJECTS}/"))
+        name = self._name(path)
         with self.objects.lock:
             if name not in self.objects.found:
                 code = 404
@@ -93,6 +96,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 del self.objects.found[name]
                 code = 204
         self._answer(code, b"")
+
+    def _name(self, path: str) -> str:
+        """The name of an object in its path."""
+        return urllib.parse.unquote(path.removeprefix(f"{self.bucket}/o/"))
 
     def _read(self, name: str, query: dict[str, str]) -> None:
         with self.objects.lock:
@@ -151,13 +158,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def google_storage(ignores_conditions: bool = False) -> Iterator[Server]:
-    """A server with a bucket, in a thread; one that ignores conditions is the control."""
-    handler = type("Handler", (_Handler,), {"objects": _Objects(ignores_conditions)})
+    """A server with a bucket, in a thread; one that ignores conditions is the control.
+
+    The bucket has a name of its own: TensorStore would reach one of a known name at its earlier server.
+    """
+    objects = _Objects(ignores_conditions)
+    handler = type("Handler", (_Handler,), {"objects": objects})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    port = server.server_address[1]
+    objects.bucket = f"google-{port}"
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield Server("gs", server.server_address[1])
+        yield Server("gs", port, objects.bucket)
     finally:
         server.shutdown()
         server.server_close()

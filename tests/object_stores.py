@@ -31,6 +31,7 @@ class Server:
 
     kind: str
     port: int
+    bucket: str = BUCKET
 
     @property
     def url(self) -> str:
@@ -45,7 +46,7 @@ class Server:
         return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url}
 
     def address(self, key: str) -> str:
-        return f"{self.kind}://{BUCKET}/{key}"
+        return f"{self.kind}://{self.bucket}/{key}"
 
     def through(self, proxy: "FaultProxy", key: str) -> str:
         """The address of a key, by way of a proxy."""
