@@ -82,7 +82,7 @@ newest: newest-environment ## run the tests of what dependencies can break, on P
 
 # Tests against transformers; its oldest supported release lacks families.
 PARITY := $(addprefix tests/numerics/test_,transformers.py config_fields.py absent_fields.py router.py rotary.py) \
-  $(addprefix tests/unit/test_,rules_from_transformers.py missing_options.py)
+  $(addprefix tests/unit/test_,rules_from_transformers.py missing_options.py) tests/soak/test_recurrent_mixers.py
 
 parity: newest-environment ## compare families with the newest transformers (soak tests; transformers of the oldest end lacks some)
 	@$(NEWEST)/bin/python -m pip install -q --no-compile -e '.[parity]'
