@@ -40,14 +40,15 @@ AUDIT = """
 
 
 def plan(config, topology, sizes):
-    """The record of `spmd plan` for two layers of a config, on a mesh of two devices along each of its axes."""
+    """The record of `spmd plan` for the fewest layers of a config, on a mesh of two devices along each of its axes."""
+    loaded = load_config(config)
+    model = loaded.model
+    layers = max(len(model.first) + max(len(model.group), 1) + len(model.last), 2)
     mesh = [
-        part
-        for axis in load_config(config).mesh.sizes
-        for part in (f"--mesh.{axis}", str(sizes.get(axis, 1)))
+        part for axis in loaded.mesh.sizes for part in (f"--mesh.{axis}", str(sizes.get(axis, 1)))
     ]
     options = (
-        *("--model.layers", "2", "--data.batch", "8", "--data.sequence", "512"),
+        *("--model.layers", str(layers), "--data.batch", "8", "--data.sequence", "512"),
         "--compile",
         "--json",
     )
