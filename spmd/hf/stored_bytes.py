@@ -128,6 +128,8 @@ class BucketBytes(StoredBytes):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Read ranges at the same time."""
+        if not buffer:  # of a tensor without elements
+            return
         try:
             version = self._objects.read_into(self._name, offset, buffer)
         except EOFError as error:
@@ -147,8 +149,9 @@ class BucketBytes(StoredBytes):
 
     def digest(self) -> str:
         """Return a digest of the size and of the object's version."""
-        version = self._version.generation.hex() if self._version else ""
-        return hashlib.sha256(f"{self.size} {version}".encode()).hexdigest()
+        assert self._version is not None, "the header was read"
+        text = f"{self.size} {self._version.generation.hex()}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def close(self) -> None:
         """Do nothing."""

@@ -193,9 +193,7 @@ class RunDir:
             content = self.metrics.read_bytes()
         if content[position : position + len(lines)] == lines:
             return
-        rest = self.metrics.with_name(f"{METRICS}.tmp")
-        rest.write_bytes(content[:position] + lines)
-        rest.replace(self.metrics)
+        _write_whole(self.metrics, content[:position] + lines)
 
     def upload_attempts(self) -> None:
         """Upload the records of attempts, without a lease."""
@@ -349,8 +347,8 @@ class RunDir:
             copy_config(source, self.path)
         about = {"config": values, "changed": config_difference(of_source, values)}
         text = json.dumps(about, indent=2) + "\n"
-        (self.path / "config.json").write_text(text, encoding="utf-8")
-        (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
+        _write_whole(self.path / "config.json", text.encode())
+        _write_whole(self.path / "plan.txt", f"{plan}\n".encode())
 
     def config(self) -> TrainConfig:
         """Return the run's resolved config.
@@ -401,6 +399,16 @@ class RunDir:
                 what = "has a config.json that is not of a run"
             problem = Problem(str(self.location), what, fix=fix)
             raise CheckpointError("Run not found:", [problem]) from error
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file atomically: on a full disk, the one from before stays."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _is_wanted(name: str) -> bool:

@@ -169,9 +169,9 @@ class Bucket:
                 return current
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> Version:
-        """Fill a buffer with an object's bytes from a position on; return the object's version.
+        """Fill a buffer, not an empty one, with bytes of an object; return the object's version.
 
-        Ranges are requested at the same time.
+        Ranges are requested at the same time, from the position `start` on.
 
         Raises:
             FileNotFoundError: There is none.
@@ -210,8 +210,8 @@ class Bucket:
             self.read_into(name, 0, memoryview(bytearray(1)))
         except FileNotFoundError:
             return False
-        except EOFError:  # it is empty
-            return True
+        except EOFError:
+            pass  # it is empty
         return True
 
     def _read_part(self, name: str, start: int, unless: Version | None) -> Any:

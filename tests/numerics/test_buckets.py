@@ -299,6 +299,7 @@ def test_weights_are_read_in_ranges(servers, key, kind, tmp_path, monkeypatch):
     values = {
         "one": np.arange(30_000, dtype=np.float32).reshape(300, 100),
         "two": np.ones(7, np.float16),
+        "empty": np.ones((0, 4), np.float32),
     }
     write_safetensors(path, values, iter(values.values()), {"format": "pt"})
     objects.write(path.name, path.read_bytes())
@@ -308,6 +309,7 @@ def test_weights_are_read_in_ranges(servers, key, kind, tmp_path, monkeypatch):
         few = StoredTensor(file, "one").rows(100, 103, 100, np.empty(1200, np.uint8))
         np.testing.assert_array_equal(few, values["one"][100:103])
         assert bytes_read() - before < 2000
+        assert not StoredTensor(file, "empty").rows(0, 0, 4, np.empty(0, np.uint8)).size
         rows = StoredTensor(file, "one").rows(0, 300, 100, np.empty(120_000, np.uint8))
         np.testing.assert_array_equal(rows, values["one"])
         objects.write(path.name, path.read_bytes()[:-1] + b"!")
@@ -319,7 +321,7 @@ def test_weights_are_read_in_ranges(servers, key, kind, tmp_path, monkeypatch):
         pytest.raises(CheckpointError, match="before the end of its tensors"),
     ):
         StoredTensor(file, "two").rows(0, 1, 7, np.empty(14, np.uint8))
-    for content in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]"):
+    for content in (b"", b"\0" * 8, b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]"):
         objects.write(path.name, content)
         with pytest.raises(DamagedBytesError):
             BucketBytes(objects, path.name)

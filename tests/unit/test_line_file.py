@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from spmd.observe.json_lines import read_json_lines
 from spmd.observe.line_file import LineFile
 from spmd.observe.metrics import JsonLines, Writers
 from spmd.observe.tensorboard import TensorBoard
-from spmd.run.run_dir import ProcessLog
+from spmd.run.run_dir import ProcessLog, RunDir
 from tests.unit.test_metrics import read_events
 
 
@@ -253,6 +254,26 @@ def test_damaged_lines_are_kept_aside(kind, tmp_path):
     assert aside.read_bytes() == DAMAGED[kind] + b"\n"
     assert said == [f"{path}: 1 line was damaged, moved to metrics.jsonl.damaged"]
     assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, aside.name]
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    """Restored metrics on a full disk; the control has space."""
+    folder = RunDir(tmp_path)
+    folder.metrics.write_bytes(b"1\n")
+    pending = {"position": 2, "lines": "2\n"}
+    write = Path.write_bytes
+
+    def full(self, data):
+        write(self, data[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(Path, "write_bytes", full)
+        folder.restore_metrics(pending)
+    assert folder.metrics.read_bytes() == b"1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    folder.restore_metrics(pending)
+    assert folder.metrics.read_bytes() == b"1\n2\n"
 
 
 def test_control_nothing_damaged_nothing_aside(tmp_path):
