@@ -267,9 +267,10 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
         write(self, data[:1])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        folder.restore_metrics(pending)
+        with pytest.raises(OSError, match="No space"):
+            folder.restore_metrics(pending)
     assert folder.metrics.read_bytes() == b"1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     folder.restore_metrics(pending)
