@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 from pathlib import Path
 from typing import Any, Generic
 
@@ -69,7 +70,11 @@ def run_supervised(arguments: list[str]) -> int:
     command, source = parse_command(TrainCommand, arguments, "train")
     _check_restarts(command)
     began = command_start()
-    if not command.config.recovery.supervisor or fork_obstacle(threads):
+    if not command.config.recovery.supervisor:
+        return _train(command, source, began, None)
+    obstacle = fork_obstacle(threads)
+    if obstacle:
+        print(f"spmd: training without a supervisor: {obstacle}", file=sys.stderr)
         return _train(command, source, began, None)
     folder = run_dir(command.config, source)
     generations = Generations()

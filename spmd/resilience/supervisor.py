@@ -145,6 +145,11 @@ def fork_obstacle(before: Collection[str]) -> str:
             new.append(name)
     if new:
         return f"the config has started threads: {', '.join(sorted(set(new)))}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("spmd"))
+    except OSError as error:  # an old kernel, or a sandbox
+        return f"the kernel has no process handles or files in memory: {error.strerror}"
     return ""
 
 
@@ -225,15 +230,21 @@ class _Supervisor:
         self._stuck = 0
 
     def run(self) -> Worker | int:
+        """Return twice, as `supervise` says; after Ctrl-C, when the training process has ended."""
+        supervisor = os.getpid()
+        try:
+            return self._run()
+        except KeyboardInterrupt:
+            if os.getpid() == supervisor and self._child:
+                self._interrupt_child()
+            raise
+
+    def _run(self) -> Worker | int:
         worker = Worker(self._control, self._memory, MemoryStore.create())
         if self._fork():
             return worker
         while True:
-            try:
-                found = self._wait(worker)
-            except KeyboardInterrupt:
-                self._interrupt_child()
-                raise
+            found = self._wait(worker)
             if isinstance(found, Worker):
                 return found
             ended_at = time.time()
@@ -265,9 +276,11 @@ class _Supervisor:
 
     def _fork(self) -> bool:
         """Fork the training process, and return true in the child."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the child is known
         child = self._fork_child()
         if child:
             self._set_child(child)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         return child == 0
 
     def _set_child(self, process: int) -> None:

@@ -1,6 +1,7 @@
 """A supervisor ends as its training process ends, and starts another one after a crash alone."""
 
 import contextlib
+import errno
 import faulthandler
 import os
 import signal
@@ -253,3 +254,11 @@ def test_threads_of_a_config_are_an_obstacle(tmp_path):
     """Those that were there after the imports are not."""
     assert fork_obstacle(native_threads()) == ""
     assert "threads" in fork_obstacle([])
+
+
+def test_a_kernel_without_process_handles_is_an_obstacle(monkeypatch):
+    def lacks(process):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", lacks)
+    assert "Function not implemented" in fork_obstacle(native_threads())
