@@ -5,6 +5,7 @@ The checkpoints are in a local folder (`local_store`) or in a bucket (`bucket_st
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,11 @@ import jax
 
 from spmd import tree
 from spmd.checkpoint.bucket_store import BucketStore, list_bucket_steps
+from spmd.checkpoint.host_copies import HostCopies
 from spmd.checkpoint.local_store import LocalStore
 from spmd.checkpoint.retention import Metrics, RetentionPolicy
 from spmd.checkpoint.store import CheckpointStore, DamagedError
-from spmd.checkpoint.tree import OptionalState, from_serialized, host_copies, storable
+from spmd.checkpoint.tree import OptionalState, from_serialized, storable
 from spmd.distributed.hosts import (
     broadcast_from_first,
     broadcast_problems,
@@ -103,6 +105,7 @@ class CheckpointManager:
         else:
             self.directory = self.directory.absolute()
             self._store = LocalStore(self.directory, before_write, owner)
+        self._copies = HostCopies()
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
@@ -152,15 +155,16 @@ class CheckpointManager:
             copied: If False, no copy is made, and `state` must not change until `wait` returns.
         """
         self._check_new(step)
-        arrays: Mapping[str, jax.Array] = storable(state)
+        arrays = storable(state)
         text = _json_of(record)  # now, because the caller may change the record after this returns
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        if copied:
-            arrays = host_copies(arrays)
         self._store.begin(step, arrays)
+        to_write: Callable[[], Mapping[str, jax.Array]] = functools.partial(dict, arrays)
+        if copied:
+            to_write = self._copies.of(arrays)
         kept = self._policy.kept({**self._metrics, step: numbers})
         pruned = self._metrics.keys() - kept
-        save = _Save(step, arrays, text, numbers, sorted(pruned), sorted(self._to_quarantine))
+        save = _Save(step, to_write, text, numbers, sorted(pruned), sorted(self._to_quarantine))
         future = self._pool.submit(self._write, save)
         self._saving = step, numbers, future
 
@@ -180,10 +184,11 @@ class CheckpointManager:
         """Write arrays on each process; on process 0, commit the checkpoint and prune old ones."""
         store = self._store
         try:
-            store.write(save.step, save.arrays)
+            arrays = save.arrays()
+            store.write(save.step, arrays)
             if jax.process_index() != 0:
                 return
-            store.commit(save.step, save.arrays, save.record, save.metrics, save.damaged)
+            store.commit(save.step, arrays, save.record, save.metrics, save.damaged)
             for old in save.pruned:
                 store.prune(old)
         except CheckpointError:
@@ -387,13 +392,14 @@ class _Save:
     """A save in the background.
 
     Attributes:
+        arrays: Makes the arrays to write.
         record: JSON of the record.
         pruned: Steps to remove afterwards.
         damaged: Steps to set aside before.
     """
 
     step: int
-    arrays: Mapping[str, jax.Array]
+    arrays: Callable[[], Mapping[str, jax.Array]]
     record: str
     metrics: Metrics
     pruned: Sequence[int]

@@ -2,8 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import tree
 from spmd.checkpoint.manifest import read_object
@@ -51,52 +48,6 @@ def storable(state: PyTree) -> dict[str, jax.Array]:
         if _is_key(leaf):
             arrays[path] = jax.random.key_data(leaf)
     return arrays
-
-
-def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copy arrays to host memory, one copy of each distinct shard per process; done on return.
-
-    Replicas within a process are not copied, so state replicated over the devices of a machine
-    takes its memory once.
-    """
-    shardings = {path: _one_replica_per_process(x.sharding) for path, x in arrays.items()}
-    paths = list[str]()  # of each shard to copy, as the two lists after it
-    data = list[jax.Array]()
-    on_host = list[SingleDeviceSharding]()
-    for path, array in arrays.items():
-        devices = shardings[path].device_set
-        for shard in array.addressable_shards:
-            if shard.device in devices:
-                paths.append(path)
-                data.append(shard.data)
-                on_host.append(SingleDeviceSharding(shard.device, memory_kind="pinned_host"))
-    copies = jax.block_until_ready(jax.device_put(data, on_host, may_alias=False))
-    parts: dict[str, list[jax.Array]] = {path: [] for path in arrays}
-    for path, copy in zip(paths, copies, strict=True):
-        parts[path].append(copy)
-    copied = dict[str, jax.Array]()
-    for path, array in arrays.items():
-        sharding = shardings[path].with_memory_kind("pinned_host")
-        copied[path] = jax.make_array_from_single_device_arrays(array.shape, sharding, parts[path])
-    return copied
-
-
-@functools.cache
-def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Keep one device for each distinct shard in a process."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    mesh = sharding.mesh
-    used = set(jax.tree.leaves(tuple(sharding.spec)))
-    process_of = np.vectorize(operator.attrgetter("process_index"), otypes=[int])
-    devices = mesh.devices
-    for axis, name in enumerate(mesh.axis_names):
-        if name not in used:
-            rows = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)
-            _, first = np.unique(process_of(rows), axis=0, return_index=True)
-            devices = np.take(devices, sorted(first), axis)
-    kept = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-    return NamedSharding(kept, sharding.spec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
+from spmd.checkpoint.host_copies import HostCopies
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.checkpoint.tree import host_copies
 from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError
 
@@ -135,13 +135,22 @@ def test_each_shard_is_copied_to_the_host_once() -> None:
         "both": (NamedSharding(mesh, P("data", "fsdp")), 8),
         "one device": (SingleDeviceSharding(jax.devices()[3]), 1),
     }
-    arrays = {name: jax.device_put(values, sharding) for name, (sharding, _) in placed.items()}
-    copies = host_copies(arrays)
-    for name, array in arrays.items():
-        array.delete()
-        assert len(copies[name].addressable_shards) == placed[name][1], name
-        assert copies[name].sharding.memory_kind == "pinned_host"
-        np.testing.assert_array_equal(copies[name], values)
+    places = {name: sharding for name, (sharding, _) in placed.items()}
+    copies = HostCopies()
+    for scale in (1.0, 3.0):  # the second time, into the same memory
+        arrays = {name: jax.device_put(scale * values, place) for name, place in places.items()}
+        with jax.enable_x64(True):
+            arrays["int64"] = jnp.arange(2)
+        make = copies.of(arrays)
+        dtypes = {name: array.dtype for name, array in arrays.items()}
+        for array in arrays.values():
+            array.delete()
+        copied = make()
+        assert {name: array.dtype for name, array in copied.items()} == dtypes
+        for name, (_, count) in placed.items():
+            assert len(copied[name].addressable_shards) == count, name
+            assert copied[name].sharding.memory_kind == "pinned_host"
+            np.testing.assert_array_equal(copied[name], scale * values)
 
 
 def test_the_record_may_be_changed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
