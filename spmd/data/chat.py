@@ -17,7 +17,9 @@ from spmd.checkpoint.manifest import read_bounded, read_object
 from spmd.data.message_fields import flag_problems, is_turned_off, map_texts
 from spmd.data.template_worker import BEGIN, END, MAX_SOURCE, WORKER, Part, RejectedTemplateError
 from spmd.data.tokenizer import SETTINGS
-from spmd.errors import ConfigError, DataError, Problem, check_fields, check_local, did_you_mean
+from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
+from spmd.storage.address import location_problems
+from spmd.storage.download import local_path
 
 TEMPLATE = "chat_template.jinja"
 """File with the template beside a tokenizer; otherwise it is the field `chat_template` of
@@ -58,7 +60,8 @@ class ChatConfig:
     """Conversations, with `--task sft`."""
 
     template: str = ""
-    """Jinja file of the chat template; empty: that of the tokenizer's folder, or else of init."""
+    """Jinja file of the chat template, or its address; empty: that of the tokenizer's folder, or
+    else of init."""
     longer: Longer = "refuse"
     """Conversations that are longer than a sequence: refuse the data, drop them, or truncate
     them."""
@@ -68,7 +71,7 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"longer": get_args(Longer)}, "chat.")
-        problems += check_local("chat.template", self.template)
+        problems += location_problems("chat.template", self.template)
         try:
             _ = self.now
         except ValueError as error:
@@ -414,7 +417,7 @@ def find_template(
     found: str | None = None
     where = config.template
     if config.template:
-        found = _read_text(Path(config.template).expanduser(), problems)
+        found = _read_text(local_path(config.template), problems)
         folders = ()
     for folder in folders:
         if (folder / TEMPLATE).exists():

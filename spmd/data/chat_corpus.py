@@ -7,7 +7,6 @@ on.
 import collections
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from spmd.checkpoint.manifest import read_object
 from spmd.data.array_record import check_array, check_vocab, describe_array
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.chat import (
     LINE_FIELDS,
     BadConversationError,
@@ -27,7 +27,6 @@ from spmd.data.corpus import (
     SPLITS,
     CacheErrors,
     Corpus,
-    install,
     read_count,
     rebuilt_line,
     score,
@@ -61,7 +60,7 @@ def make_chat_corpus(
     config: ChatConfig,
     sequence: int,
     validation: float,
-    cache: Path,
+    cache: CacheFolder,
 ) -> Corpus:
     """Return the corpus of all conversations in `source`, each a row of JSON.
 
@@ -85,17 +84,16 @@ def make_chat_corpus(
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     rebuilt: list[str] = []
-    cached = _open_cached(cache / fingerprint, tokenizer.vocab, rebuilt)
+    folder = cache.local / fingerprint
+    cached = _open_cached(folder, tokenizer.vocab, rebuilt)
     if cached is None:
         texts = _Texts(tokenizer, template, config.longer, sequence)
-        arrays, about = texts.split(files, validation)
-        try:
-            _write(arrays, about, cache / fingerprint, tokenizer.vocab)
-        except OSError as error:
-            fix = "choose another folder: --data.cache DIR"
-            problem = Problem(str(cache), "cannot hold the tokens", str(error), fix)
-            raise DataError("the conversations cannot be cached:", [problem]) from error
-        cached = _open_cached(cache / fingerprint, tokenizer.vocab) or (arrays, about)
+        cache.make(
+            fingerprint,
+            lambda built: _write(*texts.split(files, validation), built),
+            lambda built: _open_cached(built, tokenizer.vocab) is not None,
+        )
+        cached = _read_cached(folder, tokenizer.vocab)
     arrays, about = cached
     return Corpus(
         tokenizer,
@@ -292,20 +290,13 @@ def _shortened(about: dict[str, int], config: ChatConfig) -> str:
     return " and ".join(parts)
 
 
-def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path, vocab: int) -> None:
-    """Write the arrays and the counts into `folder`, atomically."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=f".{folder.name[:16]}-"
-    ) as temporary:
-        built = Path(temporary, "built")
-        built.mkdir()
-        for name, array in arrays.items():
-            np.save(built / f"{name}.npy", array)
-        records = {name: describe_array(array) for name, array in arrays.items()}
-        text = json.dumps({**about, _ARRAYS: records})
-        (built / _ABOUT).write_text(text, encoding="utf-8")
-        install(built, folder, is_whole=_open_cached(folder, vocab) is not None)
+def _write(arrays: dict[str, np.ndarray], about: dict[str, int], built: Path) -> None:
+    """Write the arrays and the counts into a folder."""
+    for name, array in arrays.items():
+        np.save(built / f"{name}.npy", array)
+    records = {name: describe_array(array) for name, array in arrays.items()}
+    text = json.dumps({**about, _ARRAYS: records})
+    (built / _ABOUT).write_text(text, encoding="utf-8")
 
 
 def _open_cached(

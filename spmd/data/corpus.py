@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 
 from spmd.checkpoint.manifest import read_object
 from spmd.data.array_record import check_array, check_vocab, describe_array
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.documents import Documents
 from spmd.data.sources import find_files
 from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
@@ -62,13 +61,18 @@ class Corpus:
 
 
 def make_corpus(
-    source: Iterable[str], tokenizer: Tokenizer, *, text_field: str, validation: float, cache: Path
+    source: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    text_field: str,
+    validation: float,
+    cache: CacheFolder,
 ) -> Corpus:
-    """Return the corpus of all text in `source`, tokenizing it unless it is in the folder `cache`.
+    """Return the corpus of all text in `source`, tokenizing it unless it is in the cache.
 
     The split of a document depends only on a hash of its name (path inside the source, and line). A
     split that would be empty gets one document; a single document is divided. Several processes may
-    call this at once: each writes its own folder and renames it into place.
+    call this at once.
 
     Args:
         source: As for `spmd.data.sources.find_files`.
@@ -85,15 +89,16 @@ def make_corpus(
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     notes: list[str] = []
-    cached = _open_cached(cache / fingerprint, tokenizer.vocab, notes)
+    folder = cache.local / fingerprint
+    cached = _open_cached(folder, tokenizer.vocab, notes)
     if cached is None:
         documents = Documents(files, text_field)
-        try:
-            cached = _build(documents, tokenizer, validation, cache / fingerprint)
-        except OSError as error:
-            fix = "choose another folder"
-            problem = Problem(str(cache), "cannot hold the tokenized text", str(error), fix)
-            raise DataError("the corpus cannot be cached:", [problem]) from error
+        cache.make(
+            fingerprint,
+            lambda built: _build(documents, tokenizer, validation, built),
+            lambda built: _open_cached(built, tokenizer.vocab) is not None,
+        )
+        cached = _read_cached(folder, tokenizer.vocab)
     (train, validation_ids, train_ends, validation_ends), counts = cached
     return Corpus(
         tokenizer,
@@ -145,53 +150,28 @@ def _scan(documents: Documents) -> np.ndarray:
     return scores
 
 
-def _build(
-    documents: Documents, tokenizer: Tokenizer, fraction: float, folder: Path
-) -> tuple[list[np.ndarray], tuple[int, int]]:
-    """Tokenize all documents into `folder`, atomically."""
+def _build(documents: Documents, tokenizer: Tokenizer, fraction: float, built: Path) -> None:
+    """Tokenize all documents into a folder."""
     scores = _scan(documents)
     dtype = id_dtype(tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=f".{folder.name[:16]}-"
-    ) as temporary:
-        built = Path(temporary, "built")
-        built.mkdir()
-        files = [_token_file(built / f"{split}.npy", dtype) for split in SPLITS]
-        lengths: tuple[list[int], list[int]] = ([], [])
-        with files[0] as append_train, files[1] as append_validation:
-            append = (append_train, append_validation)
-            for is_validation, text in _split(documents, scores, fraction):
-                document = document_ids(tokenizer, text)
-                append[is_validation](document)
-                lengths[is_validation].append(len(document))
-        documents.check()
-        for split, sizes in zip(SPLITS, lengths, strict=True):
-            np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
-        arrays = {name: np.load(built / f"{name}.npy", mmap_mode="r") for name in _NAMES}
-        about = {
-            "documents": len(scores),
-            "skipped": documents.skipped,
-            "arrays": {name: describe_array(array) for name, array in arrays.items()},
-        }
-        (built / _ABOUT).write_text(json.dumps(about))
-        mine = _read_cached(built, tokenizer.vocab)
-        is_whole = _open_cached(folder, tokenizer.vocab) is not None
-        install(built, folder, is_whole=is_whole)
-        return _open_cached(folder, tokenizer.vocab) or mine
-
-
-def install(built: Path, folder: Path, is_whole: bool) -> None:
-    """Rename `built` to `folder`; an incomplete `folder` is moved beside `built` before."""
-    if not is_whole:
-        # Another process may move the damaged folder, or create a valid one, at the same time.
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(built.with_name("damaged"))
-    try:
-        built.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
+    files = [_token_file(built / f"{split}.npy", dtype) for split in SPLITS]
+    lengths: tuple[list[int], list[int]] = ([], [])
+    with files[0] as append_train, files[1] as append_validation:
+        append = (append_train, append_validation)
+        for is_validation, text in _split(documents, scores, fraction):
+            document = document_ids(tokenizer, text)
+            append[is_validation](document)
+            lengths[is_validation].append(len(document))
+    documents.check()
+    for split, sizes in zip(SPLITS, lengths, strict=True):
+        np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
+    arrays = {name: np.load(built / f"{name}.npy", mmap_mode="r") for name in _NAMES}
+    about = {
+        "documents": len(scores),
+        "skipped": documents.skipped,
+        "arrays": {name: describe_array(array) for name, array in arrays.items()},
+    }
+    (built / _ABOUT).write_text(json.dumps(about))
 
 
 @contextlib.contextmanager
@@ -213,8 +193,6 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
         length = (file.tell() - start) // dtype.itemsize
         end = write_header(length)
         assert end == start, "NumPy reserves space in the header for the first dimension to grow"
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _open_cached(

@@ -20,7 +20,16 @@ from typing import Any
 from spmd.data.image_tables import ImageTable, RowGroups, TableImage
 from spmd.data.images import IMAGE_SUFFIXES, EncodedImage, Images
 from spmd.data.sources import mixed_splits
-from spmd.errors import ConfigError, DataError, Problem, did_you_mean, first_of, nearest_file
+from spmd.errors import (
+    ConfigError,
+    DataError,
+    Problem,
+    StorageError,
+    did_you_mean,
+    first_of,
+    nearest_file,
+)
+from spmd.storage.download import local_path
 
 SHARD_SUFFIXES = (".tar", ".parquet")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -40,7 +49,7 @@ class ImageShards(Images):
     their numbers. The other arguments are those of `Images`.
 
     Args:
-        shards: Files, globs, ranges such as `train-{000..099}.tar`, or folders.
+        shards: Files, globs, ranges such as `train-{000..099}.tar`, folders, or addresses.
         image_field: Column of a Parquet file with the images.
         label_field: Column, or field of `key.json`, with the label.
     """
@@ -86,9 +95,13 @@ def find_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
     problems: list[Problem] = []
     found: dict[Path, None] = {}
     for entry in shards:
-        pattern = str(Path(entry).expanduser())
+        pattern = str(entry)
         for text in expand_range(pattern):
-            paths = _files_of(text, pattern, problems)
+            try:
+                paths = _files_of(text, pattern, problems)
+            except StorageError as error:
+                problems += error.problems
+                continue
             found |= dict.fromkeys(paths)
     if problems:
         raise DataError("images not found:", first_of(problems))
@@ -119,7 +132,7 @@ def expand_range(pattern: str) -> list[str]:
 
 def _files_of(text: str, pattern: str, problems: list[Problem]) -> list[Path]:
     """Return the shards of one name that a pattern makes."""
-    path = Path(text)
+    path = local_path(text)
     if path.is_file():
         if path.suffix.lower() not in SHARD_SUFFIXES:
             fix = "decompressed .tar files, or .parquet"
@@ -133,7 +146,7 @@ def _files_of(text: str, pattern: str, problems: list[Problem]) -> list[Path]:
             detail = f"looked for {' '.join(SHARD_SUFFIXES)}"
             problems.append(Problem(text, "holds no shards of images", detail))
         return files
-    files = sorted(filter(_is_shard, map(Path, glob.glob(text, recursive=True))))
+    files = sorted(filter(_is_shard, map(Path, glob.glob(str(path), recursive=True))))
     if not files:
         fix = nearest_file(path)
         if text != pattern:

@@ -34,6 +34,7 @@ from spmd.errors import (
     first_of,
     nearest_file,
 )
+from spmd.storage.download import local_path
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -272,13 +273,13 @@ class ImageFolder(Images):
     those of `Images`.
 
     Args:
-        folder: The folder; images may be in sub-folders of a class.
+        folder: The folder, or its address; images may be in sub-folders of a class.
     """
 
     folder: str | Path
 
     def _find(self) -> tuple[tuple[str, ...], list[_ImageFile]]:
-        root = Path(self.folder).expanduser()
+        root = local_path(str(self.folder))
         found = _class_folders(root)
         classes = self.classes or tuple(found)
         problems = []

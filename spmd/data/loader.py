@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Literal, get_args
 
 import grain
@@ -26,13 +25,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.data.array_record import check_ids
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.hub import source_problems
 from spmd.data.mixture import MixtureSource, mixture_problems
 from spmd.data.packing import PackedDocuments
 from spmd.data.sampler import RandomAccessDataset, Sampler, ShuffledSampler
 from spmd.data.tokenizer import load_tokenizer
-from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields, check_local
+from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields
 from spmd.sharding.mesh import entry_axes
 from spmd.storage.address import location_problems
 
@@ -78,7 +78,8 @@ class DataConfig:
     """Fraction of documents used for validation, between 0 and 1; with streaming, fraction of
     blocks at most."""
     cache: str = ""
-    """Folder for tokenized text; empty means ~/.cache/spmd."""
+    """Folder for tokenized text, or its address in a bucket, where all hosts find what one has
+    tokenized; empty means ~/.cache/spmd."""
     threads: int = 2
     """Threads that prefetch; 0 reads in the training loop."""
     prefetch: int = 2
@@ -97,8 +98,8 @@ class DataConfig:
         if not self.source or not all(self.source):
             what = f"is {self.source!r}"
             problems.append(Problem("data.source", what, fix="name a file or folder"))
-        problems += check_local("data.cache", self.cache)
-        problems += location_problems("data.tokenizer", self.tokenizer)
+        for field in ("cache", "tokenizer"):
+            problems += location_problems(f"data.{field}", getattr(self, field))
         for field in ("source", "mixture"):
             problems += source_problems(f"data.{field}", getattr(self, field))
         problems += mixture_problems(self.mixture)
@@ -115,9 +116,9 @@ class DataConfig:
             raise ConfigError("invalid data config:", problems)
 
     @property
-    def cache_folder(self) -> Path:
+    def cache_folder(self) -> CacheFolder:
         """Folder for tokenized text."""
-        return Path(self.cache or "~/.cache/spmd").expanduser()
+        return CacheFolder.of(self.cache)
 
     @property
     def sets(self) -> tuple[MixtureSource, ...]:

@@ -201,9 +201,7 @@ def _open_corpus(
 
 
 def _open_stream(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
-    cache = TokenCache(
-        config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field
-    )
+    cache = TokenCache(config.cache_folder, load_tokenizer(config.tokenizer), config.text_field)
     blocks = tuple(cut_blocks(find_files(config.source)))
     rows = functools.partial(make_rows, config, vocab=cache.tokenizer.vocab)
     text = StreamedText(blocks, cache, rows, config.sequence, config.threads)

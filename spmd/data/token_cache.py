@@ -5,21 +5,18 @@ order of hashes of their names, so that a block is a sample of the text; JSON li
 lines; any other file is one block.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import io
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.compression import open_content
 from spmd.data.documents import Documents
 from spmd.data.file_formats import MAX_LINE_BYTES, FileFormat
@@ -33,7 +30,9 @@ LEAST_BYTES = 2**16
 _BLOCKS = 256
 """Blocks that a text is cut into, as far as the limits of their bytes allow."""
 _SKIPPED_AT_ONCE = 2**20
-_LAYOUT = 1  # version of the cached files
+_LAYOUT = 2  # version of the cached files
+_IDS = "ids.npy"
+_ENDS = "ends.npy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,29 +120,32 @@ def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCache:
-    """Tokenized blocks in a folder, for several runs at once.
+    """Tokenized blocks, for several runs at once; each is a folder of the cache."""
 
-    Each block appears complete or not at all.
-    """
-
-    folder: Path
+    cache: CacheFolder
     tokenizer: Tokenizer
     text_field: str
 
     def path(self, block: TextBlock) -> Path:
-        """Return the file of a block's ids; the ends of documents are in another beside it."""
+        """Return the local folder of a block."""
+        return self.cache.local / self._name(block)
+
+    def _name(self, block: TextBlock) -> str:
         name = _hash([_LAYOUT, self.tokenizer.name, self.text_field, block.digest])
-        return self.folder / name[:2] / f"{name}.npy"
+        return f"blocks/{name[:2]}/{name}"
 
     def open(self, block: TextBlock) -> tuple[np.ndarray, np.ndarray] | None:
         """Return ids `[tokens]`, memory-mapped, and where documents end.
 
         None if missing or damaged: cut, of another length, or with ids that the tokenizer lacks.
         """
-        path = self.path(block)
+        return self._read(self.path(block))
+
+    def _read(self, folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return ids and ends of a folder; see `open`."""
         try:
-            ids = np.load(path, mmap_mode="r")
-            ends = np.load(path.with_suffix(".ends.npy"))
+            ids = np.load(folder / _IDS, mmap_mode="r")
+            ends = np.load(folder / _ENDS)
         except (OSError, EOFError, ValueError):
             return None
         if ids.ndim != 1 or ends.ndim != 1 or ends.dtype != np.int64:
@@ -162,38 +164,31 @@ class TokenCache:
     def get(self, block: TextBlock) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and ends as `open` does, after tokenizing the block if need be."""
         opened = self.open(block)
-        if opened is not None:
-            return opened
-        self.make(block, wait=True)
-        opened = self.open(block)
         if opened is None:
-            where = str(self.path(block))
-            what = "cannot be read after it was written"
-            problem = Problem(where, what, fix="another --data.cache")
+            self.make(block, wait=True)
+            opened = self.open(block)
+        if opened is None:  # it was damaged since
+            problem = Problem(str(self.path(block)), "cannot be read", fix="another --data.cache")
             raise DataError("the text cannot be cached:", [problem])
         return opened
 
     def make(self, block: TextBlock, *, wait: bool) -> bool:
         """Tokenize a block unless it is there.
 
-        Return False if another thread or process does and `wait` is false.
+        Return False if another thread, process or host does and `wait` is false.
         """
-        if self.open(block) is not None:
-            return True
-        path = self.path(block)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_suffix(".lock"), wait) as is_mine:
-                if is_mine and self.open(block) is None:
-                    ids, ends = tokenize(block, self.tokenizer, self.text_field)
-                    _write(path.with_suffix(".ends.npy"), ends)
-                    _write(path, ids)
-                return is_mine
-        except OSError as error:
-            where = str(self.folder)
-            fix = "choose another folder"
-            problem = Problem(where, "cannot hold the tokenized text", str(error), fix)
-            raise DataError("the text cannot be cached:", [problem]) from error
+        return self.cache.make(
+            self._name(block),
+            lambda folder: self._build(block, folder),
+            lambda folder: self._read(folder) is not None,
+            wait,
+        )
+
+    def _build(self, block: TextBlock, folder: Path) -> None:
+        """Tokenize a block into a folder."""
+        ids, ends = tokenize(block, self.tokenizer, self.text_field)
+        np.save(folder / _IDS, ids)
+        np.save(folder / _ENDS, ends)
 
 
 def tokenize(
@@ -258,42 +253,6 @@ def _go_to(content: BinaryIO, begin: int) -> None:
         if not skipped:  # the file is shorter than it was at the scan
             return
         begin -= skipped
-
-
-@contextlib.contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock inside the block; yield False if it is taken and `wait` is false.
-
-    Another thread or process may have it. It ends with its process, too.
-
-    Where the file system has no locks, several processes may do the same work.
-    """
-    with path.open("wb") as file:
-        operation = fcntl.LOCK_EX
-        if not wait:
-            operation |= fcntl.LOCK_NB
-        try:
-            fcntl.flock(file, operation)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:
-            pass
-        try:
-            yield True
-        finally:  # whoever waits for it finds the block, or tries on its own
-            path.unlink(missing_ok=True)
-
-
-def _write(path: Path, values: np.ndarray) -> None:
-    """Write an array to a file, atomically."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-        temporary = Path(folder, path.name)
-        with temporary.open("wb") as file:
-            np.save(file, values)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
 
 
 def _hash(value: object) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import jax
@@ -16,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 from spmd.checkpoint import zarr_arrays
 from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.data import cache_folder, token_cache
+from spmd.data.cache_folder import CacheFolder
+from spmd.data.chat import ChatConfig, find_template
+from spmd.data.image_shards import ImageShards
+from spmd.data.images import ImageFolder
+from spmd.data.loader import DataConfig
 from spmd.data.sources import find_files
+from spmd.data.text_dataset import open_text
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import CheckpointError, DataError, StorageError
 from spmd.hf.safetensors import SafetensorsFile, StoredTensor, write_safetensors
@@ -28,6 +36,7 @@ from spmd.run.run_dir import METRICS, RunDir
 from spmd.storage import bucket as bucket_module
 from spmd.storage import download as download_module
 from spmd.storage import mirror as mirror_module
+from spmd.storage import shared_folders
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
 from spmd.storage.mirror import Mirror
@@ -35,6 +44,7 @@ from tests.chats import write_tokenizer
 from tests.google_storage import google_storage
 from tests.object_stores import FaultProxy, environment, started_servers
 from tests.tiers import soak_but
+from tests.unit.test_image_shards import encoded, write_tar
 
 STORES = ("s3", "gs")
 
@@ -288,6 +298,108 @@ def test_a_tokenizer_is_read_with_the_files_beside_it(s3, key, tmp_path, monkeyp
     theirs = load_tokenizer(str(tmp_path / "local" / "tokenizer.json"))
     assert (ours.name, ours.vocab, ours.eos) == (theirs.name, theirs.vocab, theirs.eos)
     assert not list((tmp_path / "downloads").rglob("*.safetensors"))
+
+
+@pytest.fixture
+def text_cache(monkeypatch):
+    """Makes the caches of tokenized text of several hosts, each with a disk of its own."""
+    monkeypatch.setattr(shared_folders, "_POLL", 0.02)
+    monkeypatch.setattr(shared_folders, "_PART_BYTES", 1000)
+
+    def make(server, key, disk):
+        monkeypatch.setattr(cache_folder, "_DEFAULT", str(disk))
+        return CacheFolder.of(server.address(key))
+
+    return make
+
+
+def numbers_in(folder):
+    """Whether a folder has the numbers that `test_text_is_tokenized_by_one_host` builds."""
+    try:
+        return np.load(folder / "ids.npy").sum() == np.arange(700).sum()
+    except (OSError, ValueError):
+        return False
+
+
+def test_text_is_tokenized_by_one_host(store, key, text_cache, tmp_path):
+    """The others download it; a host that finds it damaged builds it again. Control: without a bucket, each builds."""
+    builders = []
+
+    def build(folder):
+        builders.append(folder)
+        time.sleep(0.2)
+        np.save(folder / "ids.npy", np.arange(700))
+
+    caches = [text_cache(store, key, tmp_path / str(host)) for host in range(3)]
+    with ThreadPoolExecutor(3) as hosts:
+        assert all(hosts.map(lambda cache: cache.make("text", build, numbers_in), caches))
+    assert len(builders) == 1
+    assert all(numbers_in(cache.local / "text") for cache in caches)
+    objects = bucket(store, key)
+    assert objects.list() == ["text.json", *(f"text/ids.npy/{part:08}" for part in range(6))]
+    objects.write("text/ids.npy/00000003", b"other")
+    assert text_cache(store, key, tmp_path / "late").make("text", build, numbers_in)
+    assert len(builders) == 2
+    assert text_cache(store, key, tmp_path / "later").make("text", build, numbers_in)
+    assert len(builders) == 2
+    assert CacheFolder(tmp_path / "alone").make("text", build, numbers_in)
+    assert len(builders) == 3
+
+
+def test_a_host_that_is_lost_while_it_tokenizes_is_replaced(
+    s3, key, text_cache, tmp_path, monkeypatch
+):
+    """Once its claim is not written again for long enough; until then nobody who need not wait does."""
+    monkeypatch.setattr(shared_folders, "_EXPIRY", 0.5)
+    objects = bucket(s3, key)
+    objects.write("text.claim", b"a lost host")
+    cache = text_cache(s3, key, tmp_path / "disk")
+
+    def build(folder):
+        assert objects.find("text.claim").data != b"a lost host"
+        np.save(folder / "ids.npy", np.arange(700))
+
+    assert not cache.make("text", build, numbers_in, wait=False)
+    began = time.monotonic()
+    assert cache.make("text", build, numbers_in)
+    assert time.monotonic() - began >= 0.5
+    assert objects.find("text.claim").data is None
+
+
+def test_streamed_blocks_are_shared(s3, key, text_cache, tmp_path, monkeypatch):
+    """Rows are those of a cache on a disk, and the second host tokenizes nothing."""
+    source = tmp_path / "texts"
+    source.mkdir()
+    for name in "abc":
+        (source / f"{name}.txt").write_text(name * 40_000)
+
+    def rows(cache):
+        config = DataConfig((str(source),), sequence=32, streaming=True, cache=cache)
+        return open_text(config).sets[0].order(0).read(np.arange(50))["tokens"]
+
+    expected = rows(str(tmp_path / "on a disk"))
+    for host in range(2):
+        monkeypatch.setattr(cache_folder, "_DEFAULT", str(tmp_path / f"host {host}"))
+        np.testing.assert_array_equal(rows(s3.address(key)), expected)
+        monkeypatch.setattr(token_cache, "tokenize", None)
+
+
+def test_images_and_templates_are_read_by_address(s3, key, tmp_path, monkeypatch):
+    """A folder of images, a range of shards, and a chat template; what does not exist is one sentence."""
+    monkeypatch.setattr(download_module, "DOWNLOADS", tmp_path / "downloads")
+    image = encoded(0)
+    objects = bucket(s3, key)
+    for name in "ab":
+        objects.write(f"folder/{name}/1.png", image)
+        local = write_tar(tmp_path / f"{name}.tar", [("k.png", image), ("k.cls", name.encode())])
+        objects.write(f"{'ab'.index(name):02}.tar", local.read_bytes())
+    objects.write("chat.jinja", b"{{ messages[0].content }}")
+    assert ImageFolder(s3.address(f"{key}/folder"), size=8).classes == ("a", "b")
+    assert len(ImageShards(s3.address(f"{key}/{{00..01}}.tar"), size=8)) == 2
+    template = ChatConfig(template=s3.address(f"{key}/chat.jinja"))
+    assert find_template(template, (), {}).source == "{{ messages[0].content }}"
+    with pytest.raises(DataError, match=r"03\.tar: does not exist"):
+        ImageShards(s3.address(f"{key}/03.tar"), size=8)
 
 
 @pytest.mark.parametrize("kind", STORES)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.chat import ChatConfig, ChatTemplate
 from spmd.data.chat_corpus import make_chat_corpus
 from spmd.data.corpus import Corpus
@@ -43,7 +44,7 @@ def corpus(tmp_path: Path, lines: list, longer: str = "refuse", **fields) -> Cor
     options = {
         "sequence": SEQUENCE,
         "validation": 0.3,
-        "cache": tmp_path / "cache",
+        "cache": CacheFolder(tmp_path / "cache"),
         "config": ChatConfig(longer=longer),
     }
     source = write(tmp_path / "chats.jsonl", lines)
@@ -160,7 +161,7 @@ def test_files_that_hold_no_conversations_are_said(tmp_path):
                 config=ChatConfig(),
                 sequence=8,
                 validation=0.1,
-                cache=tmp_path,
+                cache=CacheFolder(tmp_path),
             )
     with pytest.raises(DataError, match="holds no conversation"):
         corpus(tmp_path, ["", " "])

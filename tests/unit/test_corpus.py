@@ -14,6 +14,7 @@ from spmd.data import corpus as corpus_module
 from spmd.data import tokenizer as tokenizer_module
 from spmd.data.array_record import _pieces as pieces_of
 from spmd.data.array_record import check_array, describe_array
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.documents import Documents
 from spmd.data.loader import DataConfig, split_rows
@@ -31,7 +32,7 @@ def make(
         load_tokenizer(tokenizer),
         text_field="text",
         validation=validation,
-        cache=cache,
+        cache=CacheFolder(cache),
     )
 
 
@@ -184,7 +185,11 @@ def test_another_field_of_the_same_lines_is_another_corpus(tmp_path: Path, cache
     by_field = {}
     for field in ("en", "fr"):
         corpus = make_corpus(
-            [str(path)], load_tokenizer("bytes"), text_field=field, validation=0.3, cache=cache
+            [str(path)],
+            load_tokenizer("bytes"),
+            text_field=field,
+            validation=0.3,
+            cache=CacheFolder(cache),
         )
         by_field[field] = sorted(texts(corpus.train) + texts(corpus.validation))
     assert by_field == {"en": [f"word {i}" for i in range(9)], "fr": [f"mot {i}" for i in range(9)]}
@@ -576,7 +581,9 @@ def test_documents_begin_as_prompts_do(folder: Path, cache: Path, tmp_path: Path
 def test_a_large_vocabulary_takes_four_bytes_an_id(folder: Path, cache: Path) -> None:
     """A vocabulary above 65,536 is stored as uint32."""
     wide = tokenizer_module.ByteTokenizer(name="wide", vocab=2**16 + 1, eos=2**16)
-    corpus = make_corpus([str(folder)], wide, text_field="text", validation=0.3, cache=cache)
+    corpus = make_corpus(
+        [str(folder)], wide, text_field="text", validation=0.3, cache=CacheFolder(cache)
+    )
     assert corpus.train.dtype == np.uint32
     assert corpus.train[-1] == 2**16
 

@@ -17,6 +17,7 @@ import spmd.data.sources as sources_module
 import spmd.data.streaming as streaming_module
 import spmd.data.token_cache as blocks_module
 from spmd.data import json_array
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.chat import ChatConfig, ChatTemplate
 from spmd.data.chat_corpus import make_chat_corpus
 from spmd.data.documents import Documents
@@ -109,7 +110,7 @@ def conversations(tmp_path: Path, path: Path):
         config=ChatConfig(),
         sequence=32,
         validation=0.3,
-        cache=tmp_path / "cache",
+        cache=CacheFolder(tmp_path / "cache"),
     )
 
 

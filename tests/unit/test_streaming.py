@@ -13,6 +13,8 @@ import pytest
 
 import spmd.data.streaming as streaming_module
 import spmd.data.token_cache as blocks_module
+from spmd.data import cache_folder
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.loader import DataConfig, make_rows
 from spmd.data.sources import find_files
 from spmd.data.streaming import Streamed, StreamedText
@@ -58,7 +60,7 @@ def make_text(
     config = DataConfig(sequence=32, packing=packing)  # type: ignore[arg-type]
     rows = functools.partial(make_rows, config)
     return StreamedText(
-        tuple(blocks_of(folder)), TokenCache(cache, BYTES, "text"), rows, 32, threads
+        tuple(blocks_of(folder)), TokenCache(CacheFolder(cache), BYTES, "text"), rows, 32, threads
     )
 
 
@@ -190,20 +192,22 @@ def test_a_damaged_block_is_made_again(
     assert sorted(tokenized) == sorted(block.digest for block in text().blocks)
     cache, block, before = text().cache, text().blocks[0], len(tokenized)
     path = cache.path(block)
+    ids = np.load(path / "ids.npy")
+    ends = np.load(path / "ends.npy")
     if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-3])
+        content = (path / "ids.npy").read_bytes()
+        (path / "ids.npy").write_bytes(content[:-3])
     elif damage == "gone":
-        path.with_suffix(".ends.npy").unlink()
+        (path / "ends.npy").unlink()
     elif damage == "ids":
-        np.save(path, np.where(np.load(path) == 101, 300, np.load(path)).astype(np.uint16))
+        np.save(path / "ids.npy", np.where(ids == 101, 300, ids).astype(np.uint16))
     elif damage == "type":
-        np.save(path, np.load(path).astype(np.int64))
+        np.save(path / "ids.npy", ids.astype(np.int64))
     elif damage == "order":
-        ends = np.load(path.with_suffix(".ends.npy"))
         ends[0] = ends[-1] + 1
-        np.save(path.with_suffix(".ends.npy"), ends)
+        np.save(path / "ends.npy", ends)
     else:
-        np.save(path.with_suffix(".ends.npy"), np.array([1, 2]))
+        np.save(path / "ends.npy", np.array([1, 2]))
     np.testing.assert_array_equal(
         Streamed(text(threads=0), 0).read(np.arange(300))["tokens"], whole
     )
@@ -218,7 +222,7 @@ def test_a_block_that_another_process_is_at_is_left_to_it(
     cache, block = text().cache, text().blocks[0]
     lock = cache.path(block).with_suffix(".lock")
     lock.parent.mkdir(parents=True)
-    with blocks_module._locked(lock, wait=False) as is_mine:
+    with cache_folder._locked(lock, wait=False) as is_mine:
         assert is_mine
         assert not cache.make(block, wait=False)
         assert cache.open(block) is None
@@ -237,7 +241,7 @@ def test_a_file_that_changes_is_named(
     path = folder / name
     path.write_text(path.read_text().replace("document", "DOCUMENT"))
     np.testing.assert_array_equal(Streamed(later, 0).read(np.arange(100))["tokens"], whole)
-    for file in streamed.cache.folder.rglob("*.npy"):
+    for file in streamed.cache.cache.local.rglob("*.npy"):
         file.unlink()
     with pytest.raises(DataError) as caught:
         Streamed(streamed, 0).read(np.arange(300))

@@ -11,6 +11,7 @@ import pytest
 from packaging.version import Version
 from pyarrow import feather, ipc, parquet
 
+from spmd.data.cache_folder import CacheFolder
 from spmd.data.corpus import make_corpus
 from spmd.data.documents import Documents
 from spmd.data.sources import find_files
@@ -367,6 +368,10 @@ def test_another_column_is_another_corpus(tmp_path: Path, cache: Path) -> None: 
     path = write(tmp_path, "rows.parquet", {"en": ["one", "two"], "fr": ["un", "deux"]})
     for field, expected in (("en", ["one", "two"]), ("fr", ["deux", "un"])):
         corpus = make_corpus(
-            [str(path)], load_tokenizer("bytes"), text_field=field, validation=0.3, cache=cache
+            [str(path)],
+            load_tokenizer("bytes"),
+            text_field=field,
+            validation=0.3,
+            cache=CacheFolder(cache),
         )
         assert sorted(texts(corpus.train) + texts(corpus.validation)) == expected
