@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.examples import per_example
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
+from spmd.layers.gathered_attention import gathered_attention
 from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import (
     Ring,
@@ -28,13 +27,14 @@ from spmd.layers.ring_attention import (
     ulysses_attention,
 )
 from spmd.layers.soft_cap import soft_capped
+from spmd.layers.splash_attention import Queries, splash_attention
+from spmd.layers.upcast import upcast_float16
 from spmd.layers.zigzag import is_zigzag, positions
-from spmd.model_interface.attention_config import SPLASH_BLOCK, AttentionCall, AttentionConfig
+from spmd.model_interface.attention_config import AttentionCall, AttentionConfig
 from spmd.plan.annotate import attention_config, remat_attention
 from spmd.plan.scopes import ATTENTION, in_scope
 
 _CHUNK_UNIT = 128
-_SPLASH_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
 
 def attend(
@@ -82,6 +82,7 @@ def attend(
     batch, seq, _, head_dim = query.shape
     if chunk is not None and chunk >= seq:
         chunk = None  # it masks nothing, and needs no kernel with chunks
+    queries = Queries(config.sequence, is_zigzag())
     call = AttentionCall(
         seq,
         head_dim,
@@ -92,6 +93,7 @@ def attend(
         causal=causal,
         chunks=chunk is not None,
         sinks=sinks is not None,
+        runs=queries.runs,
     )
     kernel = config.choose(call)
     if scale is not None:
@@ -101,7 +103,7 @@ def attend(
         # A chunk is a document for kernels; as a window, it lets them skip what precedes it.
         segments = _chunk_starts(batch, seq, segments, chunk)
         reach = chunk
-    run = _bind(config, kernel, AttentionOptions(reach, None, soft_cap, causal))
+    run = _bind(config, kernel, queries, AttentionOptions(reach, None, soft_cap, causal))
     with in_scope(ATTENTION):
         attention = remat_attention(per_example(run), keeps_scores=kernel == "xla")
         return attention(query, key, value, segments, sinks)
@@ -136,15 +138,22 @@ def _rescaled(query: Array, scale: float) -> Array:
     return scaled.astype(query.dtype)
 
 
-def _bind(config: AttentionConfig, kernel: str, options: AttentionOptions) -> Callable[..., Array]:
+def _bind(
+    config: AttentionConfig, kernel: str, queries: Queries, options: AttentionOptions
+) -> Callable[..., Array]:
     """Return attention `(query, key, value, segments, sinks) -> output` over the plan's mesh."""
-    if config.is_ring:
-        ring = Ring(options, config.mesh, config.sequence, is_zigzag())
-        return functools.partial(_blockwise, ring=ring)
     run = functools.partial(_KERNELS[kernel], options=options)
     if config.mesh is None:
         return run
-    if config.sequence == 1 and kernel not in _LOCAL:
+    context = config.context_of(kernel)
+    if context == "ring":
+        ring = Ring(options, config.mesh, config.sequence, queries.is_zigzag)
+        return functools.partial(_blockwise, ring=ring)
+    if context == "gather":
+        return functools.partial(
+            gathered_attention, mesh=config.mesh, queries=queries, options=options
+        )
+    if context == "" and kernel not in _LOCAL:
         return run
     # Run on each device's part: no compiler can partition a Pallas kernel, and JAX partitions
     # cuDNN's only where no axis is manual yet.
@@ -184,7 +193,7 @@ def xla_attention(
     dtype = query.dtype
     if not block:
         block = max(128, -(-seq // 8)) if options.causal else seq
-    query, key, value = _upcast_float16(query, key, value)
+    query, key, value = upcast_float16(query, key, value)
     attention: Callable[..., Array] = jax.nn.dot_product_attention
     is_plain = options.soft_cap is None and sinks is None
     if not is_plain or value.shape[-1] != query.shape[-1]:
@@ -311,7 +320,7 @@ def _blockwise(
     query: Array, key: Array, value: Array, segments: Segments, sinks: Sinks, *, ring: Ring
 ) -> Array:
     dtype = query.dtype
-    query, key, value = _upcast_float16(query, key, value)
+    query, key, value = upcast_float16(query, key, value)
     out = blockwise_attention(query, key, value, segments, sinks, ring)
     return out.astype(dtype)
 
@@ -350,88 +359,9 @@ def cudnn_attention(
     return out
 
 
-def splash_attention_tpu(
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Segments,
-    sinks: Sinks = None,
-    options: AttentionOptions = _DEFAULT,
-    *,
-    interpret: bool = False,
-) -> Array:
-    """Apply JAX's splash attention for TPUs to one device's part.
-
-    `interpret` runs it without a TPU, for tests. The kernel rounds the summands of the gradient of
-    sinks to the dtype of the queries.
-    """
-    batch, seq, heads, dim = query.shape
-    dtype = query.dtype
-    query, key, value = _upcast_float16(query, key, value)
-    mask = _splash_mask(seq, options)
-    block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
-    sizes: dict[str, Any] = dict.fromkeys(_SPLASH_BLOCKS, block)
-    kernel = splash_attention.make_splash_mha(
-        splash_attention.MultiHeadMask([mask] * heads),
-        block_sizes=splash_attention.BlockSizes(**sizes),
-        head_shards=1,
-        q_seq_shards=1,
-        attn_logits_soft_cap=options.soft_cap,
-        interpret=interpret,
-    )
-    scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
-    ids = None
-    if segments is not None:
-        ids = splash_attention.SegmentIds(segments, segments)
-    arrays: list[Any] = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
-    arrays.append(ids)
-    if sinks is not None:
-        rows = jnp.broadcast_to(sinks, (batch, heads))
-        arrays.append(_with_float32_gradient(rows))
-    out = jax.vmap(kernel)(*arrays)
-    out = jnp.moveaxis(out, 1, 2)
-    return out.astype(dtype)
-
-
-@jax.custom_vjp
-def _with_float32_gradient(x: Array) -> Array:
-    """Return `x` itself; its gradient is float32, which splash attention returns in 16 bits."""
-    return x
-
-
-def _float32_forward(x: Array) -> tuple[Array, None]:
-    return x, None
-
-
-def _float32_backward(_: None, gradient: Array) -> tuple[Array]:
-    return (gradient.astype(jnp.float32),)
-
-
-_with_float32_gradient.defvjp(_float32_forward, _float32_backward)
-
-
-def _splash_mask(seq: int, options: AttentionOptions) -> Any:
-    shape = (seq, seq)
-    if not options.causal:
-        return splash_attention.FullMask(shape)
-    if options.window is None:
-        return splash_attention.CausalMask(shape)
-    return splash_attention.LocalMask(shape, (options.window - 1, 0), 0)
-
-
-def _upcast_float16(*arrays: Array) -> tuple[Array, ...]:
-    """Cast float16 to float32: only GPUs support JAX's accumulation of float16 products."""
-    wide = []
-    for x in arrays:
-        if x.dtype == np.float16:
-            x = x.astype(jnp.float32)
-        wide.append(x)
-    return tuple(wide)
-
-
 _KERNELS = {
     "xla": xla_attention,
     "chunked": chunked_attention,
     "cudnn": cudnn_attention,
-    "splash": splash_attention_tpu,
+    "splash": splash_attention,
 }

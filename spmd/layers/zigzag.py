@@ -73,18 +73,18 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
     """Reorder a batch to zigzag order inside the `with`.
 
     Each array is sent by two permutes over `sequence`. The batch does not change without a plan,
-    without a ring, or if the model is not `position_aware`.
+    without attention from each device's own tokens, or if the model is not `position_aware`.
     """
-    ring = attention_config()
-    if ring.mesh is None or not (ring.is_ring and position_aware):
+    config = attention_config()
+    if config.mesh is None or not (config.keeps_queries and position_aware):
         yield batch
         return
     seq = batch["tokens"].shape[1]
-    _check_sequence(seq, ring.sequence)
-    exchange = functools.partial(_exchange, devices=ring.sequence)
+    _check_sequence(seq, config.sequence)
+    exchange = functools.partial(_exchange, devices=config.sequence)
     spec = P(None, "sequence")
     purpose = "zigzag order of tokens"
-    move = shard_map_over(ring.mesh, ("sequence",), exchange, spec, spec, purpose=purpose)
+    move = shard_map_over(config.mesh, ("sequence",), exchange, spec, spec, purpose=purpose)
     with override(zigzag=True):
         reordered = {}
         for name, x in batch.items():

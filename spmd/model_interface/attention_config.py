@@ -7,9 +7,16 @@
 | `cudnn` | cuDNN's fused attention | NVIDIA GPUs from A100 on, 16-bit floats |
 | `splash` | JAX's splash attention | TPUs, sequences in blocks of 128 |
 
-Kernels save arrays for the backward pass. With a mesh axis `sequence` above 1, `context` is `ring`
-(keys and values rotate around the devices; always `chunked`) or `all-to-all` (Ulysses: heads are
-exchanged for tokens; any kernel).
+Kernels save arrays for the backward pass. With a mesh axis `sequence` above 1, there are three
+algorithms, `context`:
+
+| context | what is sent | kernel |
+|---|---|---|
+| `gather` | keys and values, gathered on each device | `splash` |
+| `ring` | keys and values, rotating around the devices | `chunked` |
+| `all-to-all` | heads for tokens, and back (Ulysses); heads must divide | any |
+
+`auto` follows the kernel: `gather` for `splash`, `ring` for `chunked`, and `all-to-all` for others.
 
 Options of `spmd.layers.attention.attend`, in float32 and 16-bit floats unless a kernel has no
 float32. A ring has those of `chunked`. `auto` never chooses a kernel without an option of the call.
@@ -47,10 +54,13 @@ KERNELS: dict[str, str] = {
 }
 """Kernel → the platform it needs, if any."""
 
-ContextChoice = Literal["ring", "all-to-all"]
+ContextChoice = Literal["auto", "gather", "ring", "all-to-all"]
 
 CONTEXTS = get_args(ContextChoice)
 """Algorithms for a sequence that is split over devices."""
+
+_KERNEL_OF = {"gather": "splash", "ring": "chunked"}
+"""Algorithm → its only kernel."""
 
 CHUNKED_FROM = 2048
 """Sequence length from which `"auto"` takes `chunked`: the scores that `xla` saves would take too
@@ -81,6 +91,7 @@ class AttentionCall:
         capped: Scores have a soft cap.
         chunks: The sequence has several chunks, and tokens attend within their own.
         sinks: Each softmax has a logit without a value.
+        runs: Runs of consecutive tokens into which a sequence is split over devices.
     """
 
     seq: int
@@ -92,6 +103,7 @@ class AttentionCall:
     causal: bool = True
     chunks: bool = False
     sinks: bool = False
+    runs: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +118,7 @@ class AttentionConfig:
 
     mesh: AnyMesh | None = None
     kernel: str = "auto"
-    context: str = "ring"
+    context: str = "auto"
     fused: FusedKernel = NO_FUSED_KERNEL
 
     @property
@@ -125,8 +137,28 @@ class AttentionConfig:
 
     @property
     def is_ring(self) -> bool:
-        """True for ring attention."""
-        return self.sequence > 1 and self.context == "ring"
+        """True if attention is over a ring, unless its kernel is splash."""
+        return self.context_of(self._kernel) == "ring"
+
+    @property
+    def keeps_queries(self) -> bool:
+        """True if each device attends from its own tokens."""
+        return self.context_of(self._kernel) in _KERNEL_OF
+
+    @property
+    def _kernel(self) -> str:
+        """Kernel of a call without unusual options, as far as the algorithm depends on it."""
+        if self.kernel != "auto":
+            return self.kernel
+        return split_kernel(self.fused.name)
+
+    def context_of(self, kernel: str) -> str:
+        """Return the algorithm of a call with a kernel; empty if no sequence is split."""
+        if self.sequence == 1:
+            return ""
+        if self.context != "auto":
+            return self.context
+        return context_for(kernel)
 
     @property
     def platform(self) -> str:
@@ -145,11 +177,13 @@ class AttentionConfig:
             >>> AttentionConfig().choose(AttentionCall(8192, 64, "float32"))
             'chunked'
         """
-        kernel = "chunked" if self.is_ring else self.kernel
+        kernel = self.kernel
+        if self.sequence > 1:
+            kernel = _KERNEL_OF.get(self.context, kernel)
         if kernel == "auto":
             return self._fastest(call)
-        problems = _unsupported(kernel, call)
-        if problems and self.is_ring:
+        problems = _unsupported(kernel, call, self.context_of(kernel))
+        if problems and self.context_of(kernel) == "ring":
             what = "is a ring, whose kernel is causal"
             problems = [Problem("context", what, fix='"all-to-all", or mesh.sequence of 1')]
         if problems:
@@ -159,16 +193,21 @@ class AttentionConfig:
     def _fastest(self, call: AttentionCall) -> str:
         """Choose the kernel of `"auto"` for one call."""
         fused = self.fused.name
-        if fused and not _unsupported(fused, call):
+        is_free = self.sequence > 1 and self.context == "auto"
+        if is_free and split_kernel(fused) != fused:
+            fused = ""
+        if fused and not _unsupported(fused, call, self.context_of(fused)):
             return fused
+        if is_free and call.causal:
+            return "chunked"
         if call.seq < CHUNKED_FROM or not call.causal:
             return "xla"
         return "chunked"
 
     def __str__(self) -> str:
-        if self.is_ring:
-            return "chunked   context ring"
         kernel = self.kernel
+        if self.sequence > 1:
+            kernel = _KERNEL_OF.get(self.context_of(self._kernel), kernel)
         if kernel == "auto":
             kernel = f"xla, chunked from {CHUNKED_FROM}"
             if self.fused.name:
@@ -176,8 +215,28 @@ class AttentionConfig:
             if self.fused.failure:
                 kernel += f" (without {self.fused.failure})"
         if self.sequence > 1:
-            return f"{kernel}   context {self.context}"
+            return f"{kernel}   context {self.context_of(self._kernel)}"
         return kernel
+
+
+def split_kernel(fused: str) -> str:
+    """Return the kernel of `auto` for a split sequence, by the fused kernel of the devices."""
+    if fused == "splash":
+        return fused
+    return "chunked"  # cuDNN's would need heads that divide
+
+
+def context_for(kernel: str) -> str:
+    """Return the algorithm of `auto` for a kernel.
+
+    Example:
+        >>> [context_for(kernel) for kernel in ("splash", "chunked", "xla")]
+        ['gather', 'ring', 'all-to-all']
+    """
+    for context, needed in _KERNEL_OF.items():
+        if kernel == needed:
+            return context
+    return "all-to-all"
 
 
 def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> AttentionConfig:
@@ -192,19 +251,20 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
         xla   context all-to-all
     """
     fused = NO_FUSED_KERNEL
-    if kernel in ("auto", "cudnn", "splash"):
+    if kernel in ("auto", "cudnn", "splash") or context == "gather":
         fused = find_fused_kernel(mesh)
     config = AttentionConfig(mesh, kernel, context, fused)
     problems = attention_problems(kernel, context)
-    needed = KERNELS.get(kernel, "")
+    only = _KERNEL_OF.get(context, "") if config.sequence > 1 else ""
+    needed = KERNELS.get(only or kernel, "")
     if needed and config.platform not in ("", needed):
-        what = f"{kernel} needs {_DEVICES[needed]}, and the mesh is of {config.platform} devices"
+        what = f"{only or kernel} needs {_DEVICES[needed]}, and the mesh is of {config.platform} devices"
         problems.append(Problem("attention", what, fix='"auto"'))
     elif needed and fused.failure:
         what = f"is {kernel}, which does not compile for these devices"
         problems.append(Problem("attention", what, fused.failure, '"auto"'))
-    if config.is_ring and kernel in KERNELS and kernel != "chunked":
-        what = f"is {kernel}, and a ring needs chunked"
+    if only and kernel in KERNELS and kernel != only:
+        what = f"is {kernel}, and context {context} needs {only}"
         problems.append(Problem("attention", what, fix='attention "auto", or context "all-to-all"'))
     if problems:
         raise ConfigError("Unsupported attention settings:", problems)
@@ -222,13 +282,16 @@ def attention_problems(kernel: str, context: str) -> list[Problem]:
     return problems
 
 
-def _unsupported(kernel: str, call: AttentionCall) -> list[Problem]:
+def _unsupported(kernel: str, call: AttentionCall, context: str) -> list[Problem]:
     """Return the problems of a kernel with one call."""
     limits = []
+    block = SPLASH_BLOCK
+    if context == "gather":
+        block *= call.runs
     if kernel == "chunked" and not call.causal:
         limits.append(("is causal", ""))
-    if kernel == "splash" and call.seq % SPLASH_BLOCK:
-        detail = f"{call.seq} / {SPLASH_BLOCK} = {call.seq / SPLASH_BLOCK:.4g}"
+    if kernel == "splash" and call.seq % block:
+        detail = f"{call.seq} / {block} = {call.seq / block:.4g}"
         limits.append(("takes sequences in whole blocks", detail))
     if kernel == "cudnn":
         limits += _cudnn_limits(call)

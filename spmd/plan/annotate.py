@@ -313,7 +313,7 @@ def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:
     changed = {}
     if plan.attention.kernel != "auto":
         changed["attention"] = plan.attention.kernel
-    if plan.attention.context != "ring":
+    if plan.attention.context != "auto":
         changed["context"] = plan.attention.context
     if not changed or _has_attention(jaxpr):
         return

@@ -336,7 +336,7 @@ def make_plan(
     slices: Mapping[str, int] = _ONE_SLICE,
     offload: tuple[str, ...] = (),
     attention: str = "auto",
-    context: str = "ring",
+    context: str = "auto",
     evaluation_params: EvaluatedParams | None = None,
     transforms: Sequence[GradTransform] = (),
 ) -> ShardingPlan:
@@ -359,8 +359,8 @@ def make_plan(
         offload: The arrays in host memory: `("optimizer_state", "params")`, one of them, or
             nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_interface.attention_config.KERNELS`.
-        context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or
-            `"all-to-all"`.
+        context: The algorithm of attention over a sequence split over `sequence`: `"auto"`, or one
+            of `spmd.model_interface.attention_config.CONTEXTS`.
         evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an
             optimizer that evaluates at other parameters than those of its gradients. An average,
             schedule-free and lookahead need none: their state is read.

@@ -189,9 +189,9 @@ class TrainConfig(RunConfig, Generic[M]):
     attention: KernelChoice = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any
     device), cudnn (GPUs, 16-bit floats), splash (TPUs)."""
-    context: ContextChoice = "ring"
-    """Attention over a sequence split over mesh.sequence: ring (rotates keys and values),
-    all-to-all (exchanges heads for tokens)."""
+    context: ContextChoice = "auto"
+    """Attention over a sequence split over mesh.sequence: gather (keys and values, with splash),
+    ring (rotates them), all-to-all (exchanges heads for tokens); auto by kernel."""
     offload: tuple[str, ...] = ()
     """State in host memory: optimizer_state, params (of stacked layers)."""
     xla: tuple[str, ...] = (PRESET,)

@@ -186,7 +186,7 @@ class ClosedFormTimes:
 
     def _workload(self, settings: Settings) -> Workload:
         config = dataclasses.replace(self.config, **settings)
-        return workload(config, self.model, settings["mesh"])
+        return workload(config, self.model, settings["mesh"], self.topology.platform)
 
     def _network(self, shape: MeshShape, slices: MeshShape) -> Network:
         """Return the network of a mesh; made once for each, as many settings share one."""

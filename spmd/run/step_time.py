@@ -16,6 +16,8 @@ from spmd.analysis.topology import Topology
 from spmd.chips import ClosedRates
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
+from spmd.model_interface.attention_config import context_for, split_kernel
+from spmd.model_interface.fused_attention import FUSED
 from spmd.model_interface.model_config import HasHiddenWidth, HasKVWidth, HasWidth, router_of
 from spmd.model_interface.remat import Remat, make_remat
 from spmd.plan.communication import element_bytes
@@ -165,7 +167,9 @@ def _share_of_products(recipe: QuantizationRecipe) -> float:
     return 1
 
 
-def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workload:
+def workload(
+    config: TrainConfig, model: ModelNumbers, mesh: MeshShape, platform: str = ""
+) -> Workload:
     """Return the numbers of a config's step on a mesh shape without -1."""
     remat = make_remat(config.remat)
     precision = build_precision(config)
@@ -214,7 +218,18 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         offloads_params="params" in config.offload,
         offloaded=_offloaded_bytes(remat, widths, model.hidden),
         bubble=bubble,
+        context=_context(config, platform),
     )
+
+
+def _context(config: TrainConfig, platform: str) -> str:
+    """Return the algorithm of attention over a split sequence on a platform."""
+    if config.context != "auto":
+        return config.context
+    kernel: str = config.attention
+    if kernel == "auto":
+        kernel = split_kernel(FUSED.get(platform, ""))
+    return context_for(kernel)
 
 
 def _recomputed_share(remat: Remat, model: ModelNumbers) -> float:
@@ -243,9 +258,11 @@ def _offloaded_bytes(remat: Remat, widths: Mapping[str, int], hidden: int) -> fl
     return total
 
 
-def work_of(setup: TrainSetup) -> Workload:
-    """Return the numbers of a config's step on its mesh."""
-    return workload(setup.config, count_model(setup), MeshShape(**setup.mesh.shape))
+def work_of(setup: TrainSetup, platform: str = "") -> Workload:
+    """Return the numbers of a config's step on its mesh; a mesh without devices has no platform."""
+    shape = MeshShape(**setup.mesh.shape)
+    on = platform or setup.plan.attention.platform
+    return workload(setup.config, count_model(setup), shape, on)
 
 
 def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
@@ -257,7 +274,7 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
     hardware = hardware_of(topology)
     shape = MeshShape(**setup.mesh.shape)
     rates = closed_rates(topology)
-    work = work_of(setup)
+    work = work_of(setup, topology.platform)
     network = make_network(topology, shape, setup.slices, hardware)
     return StepTime(
         topology,

@@ -60,6 +60,7 @@ class Workload:
             layer copies its own to the device.
         bubble: Idle time of a stage, relative to its working time.
         is_fused: Whether a compiler fuses element-wise operations.
+        context: Algorithm of attention over a split sequence.
     """
 
     layers: int
@@ -92,6 +93,7 @@ class Workload:
     bubble: float = 0.0
     matmul_params: float = 0.0
     is_fused: bool = True
+    context: str = "ring"
 
     @property
     def tokens(self) -> float:
@@ -258,6 +260,22 @@ def _parameter_transfers(work: Workload) -> Iterator[_Transfer]:
     yield _Transfer("data", "all-reduce", shard * work.reduced_bytes * work.data_share, 1)
 
 
+def _attention_transfers(work: Workload, tokens: float, layers: float) -> Iterator[_Transfer]:
+    """Yield the collectives of attention over a split sequence."""
+    tensor = work.mesh["tensor"]
+    parts = work.mesh["sequence"]
+    again = work.recomputed > 0
+    own = 2 * tokens * work.kv_width * 2 / tensor  # keys and values of a device
+    if work.context == "gather":
+        yield _Transfer("sequence", "all-gather", own * parts, layers * (2 + again))
+        yield _Transfer("sequence", "reduce-scatter", own * parts, layers)
+    elif work.context == "all-to-all":
+        exchanged = own + 2 * tokens * work.attention_width * 2 / tensor
+        yield _Transfer("sequence", "all-to-all", exchanged, layers * (2 + again))
+    else:
+        yield _Transfer("sequence", "collective-permute", own * (parts - 1), layers * (3 + again))
+
+
 def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     """Yield the collectives of activations and their gradients."""
     mesh = work.mesh
@@ -270,6 +288,5 @@ def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     yield _Transfer("tensor", "reduce-scatter", stream, layers * (4 + again))
     routed = stream * work.routed / tensor
     yield _Transfer("expert", "all-to-all", routed, layers * (4 + 2 * again))
-    around = 2 * tokens * work.kv_width * 2 / tensor * (mesh["sequence"] - 1)
-    yield _Transfer("sequence", "collective-permute", around, layers * (3 + again))
+    yield from _attention_transfers(work, tokens, layers)
     yield _Transfer("pipe", "collective-permute", stream / tensor, 2)

@@ -25,7 +25,9 @@ COMPILE = f"""
     whole = dataclasses.replace(LLAMA, activations=table | {{"residual": table["mlp_input"]}})
     wrong = dataclasses.replace(LLAMA, activations=table | {{"mlp_hidden": table["mlp_input"]}})
     found = {{}}
+    of_tpus = [("gather", LLAMA, (1, {LONG}), {{"sequence": 8}}, "gather")]
     for name, rules, shape, sizes, context in (
+        *(of_tpus if topology.platform == "tpu" else ()),
         ("whole", whole, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
         ("tokens", sequence_parallel(LLAMA), ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
         ("width", LLAMA, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
@@ -113,6 +115,20 @@ def test_a_ring_sends_keys_and_values_seven_times(topology):
         ("collective-permute", "backward"): 2 * 7 + 2 * 7,
     }
     assert not [kind for kind, *_, bytes_ in found if kind == "all-gather" and bytes_ >= LONG]
+
+
+def test_keys_and_values_are_gathered_twice(topology):
+    """Forward, and again for the backward pass; their gradients are scattered; late blocks are mirrored before and after."""
+    if parse_topology(topology).platform != "tpu":
+        pytest.skip("splash attention is for TPUs")
+    found = collectives(topology)["gather"]
+    assert of_one_layer(found, "gathered_attention.py") == {
+        ("collective-permute", "forward"): 2,
+        ("all-gather", "forward"): 2,
+        ("collective-permute", "backward"): 2 + 2,
+        ("all-gather", "backward"): 2,
+        ("reduce-scatter", "backward"): 2,
+    }
 
 
 def test_heads_are_exchanged_for_tokens_four_times(topology):

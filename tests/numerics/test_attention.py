@@ -10,9 +10,10 @@ import pytest
 
 from spmd.errors import ConfigError
 from spmd.layers import blockwise_attention as online
-from spmd.layers.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
+from spmd.layers.attention import attend, chunked_attention, xla_attention
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import chunk_size, unmasked_pairs
+from spmd.layers.splash_attention import splash_attention
 from spmd.model_interface.attention_config import (
     CHUNKED_FROM,
     KERNELS,
@@ -42,7 +43,7 @@ def with_options(kernel):
 HERE = {
     "xla": with_options(xla_attention),
     "chunked": with_options(chunked_attention),
-    "splash": with_options(functools.partial(splash_attention_tpu, interpret=True)),
+    "splash": with_options(functools.partial(splash_attention, interpret=True)),
 }
 """The kernels that this machine can run; cuDNN's needs a GPU."""
 MASKS = {
@@ -298,7 +299,7 @@ def test_all_that_is_wrong_is_said_at_once():
 @pytest.mark.parametrize("kernel", sorted(set(KERNELS) - {"chunked"}))
 def test_a_ring_takes_no_other_kernel(kernel):
     """A ring computes in chunks; another kernel beside it would be ignored, so it is refused."""
-    with pytest.raises(ConfigError, match="a ring needs chunked"):
+    with pytest.raises(ConfigError, match="context ring needs chunked"):
         make_attention_config(abstract_mesh(MeshShape(sequence=2)), kernel, "ring")
 
 

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import ConfigError
 from spmd.layers import attention
 from spmd.layers import blockwise_attention as online
-from spmd.layers.attention import attend, splash_attention_tpu
+from spmd.layers.attention import attend
 from spmd.layers.kv_cache import decode, prefill
+from spmd.layers.splash_attention import splash_attention
 from spmd.layers.zigzag import zigzag, zigzag_batch
 from spmd.model_interface import attention_config
 from spmd.model_interface.attention_config import AttentionCall, AttentionConfig
@@ -43,7 +44,7 @@ CASES = {
 def small_chunks(monkeypatch):
     """Several chunks of keys in these sequences; splash attention without a TPU."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 16)
-    splash = functools.partial(splash_attention_tpu, interpret=True)
+    splash = functools.partial(splash_attention, interpret=True)
     monkeypatch.setitem(attention._KERNELS, "splash", splash)
 
 

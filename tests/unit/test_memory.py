@@ -14,7 +14,7 @@ from spmd.analysis.memory import CompiledMemory, Estimate, MemoryReport, estimat
 from spmd.analysis.topology import parse_topology
 from spmd.jaxpr.propagation import place, propagate
 from spmd.jaxpr.traced_program import read_program
-from spmd.layers.attention import splash_attention_tpu
+from spmd.layers.splash_attention import splash_attention
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.training.step import make_train_step
@@ -43,7 +43,7 @@ def constrain(x, *spec):
 def test_a_pallas_kernel_is_one_operation():
     """Of splash attention, what goes in and comes out is counted, and nothing of what it does inside."""
     heads = [((2, 256, 4, 128), P())] * 3
-    traced = program(lambda q, k, v: splash_attention_tpu(q, k, v, None, interpret=True), *heads)
+    traced = program(lambda q, k, v: splash_attention(q, k, v, None, interpret=True), *heads)
     (kernel,) = [
         operation for operation in traced.operations if operation.primitive == "pallas_call"
     ]

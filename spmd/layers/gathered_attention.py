@@ -1,0 +1,123 @@
+"""Splash attention of each device's queries to all keys, gathered over `sequence`.
+
+Queries stay where they are, so heads need not divide over the devices, as they must for an
+all-to-all. With grouped queries keys and values are small: a gather sends as many bytes as a ring.
+Their gradients are summed and scattered back. In zigzag order each device has the same work.
+
+The backward pass gathers keys and values again, and keeps the kernel's output and log-sum-exp.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
+
+from spmd.errors import ConfigError, Problem
+from spmd.layers.attention_options import AttentionOptions
+from spmd.layers.ring_attention import Segments, Sinks
+from spmd.layers.splash_attention import Queries, splash_attention
+from spmd.plan.manual import shard_map_over, split_axes
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh
+
+_PURPOSE = "context-parallel attention"
+_RESIDUALS = "gathered_attention"
+"""Checkpoint name of what the backward pass of the kernel reads."""
+
+
+def gathered_attention(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
+    segments: Segments,
+    sinks: Sinks,
+    *,
+    mesh: AnyMesh,
+    queries: Queries,
+    options: AttentionOptions,
+    interpret: bool = False,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Attend from the queries of each device to all keys.
+
+    Args:
+        interpret: Run the kernel without a TPU, for tests.
+    """
+    split = split_axes(mesh)
+    batch = tuple(axis for axis in BATCH_AXES if axis in split)
+    tensor = "tensor" if "tensor" in split else None
+    _check_heads(query, key, mesh, tensor)
+    tokens = P(batch or None, "sequence", tensor)
+    in_specs = (tokens, tokens, tokens, P(batch or None, "sequence"), P(tensor))
+    attend = functools.partial(
+        _attend_on_device, queries=queries, options=options, interpret=interpret
+    )
+    # Without it, gathered keys and values would be kept for the backward pass.
+    local = jax.checkpoint(
+        attend,
+        policy=jax.checkpoint_policies.save_only_these_names(_RESIDUALS),
+        prevent_cse=False,
+    )
+    axes = (*batch, "sequence", *((tensor,) if tensor else ()))
+    run = shard_map_over(mesh, axes, local, in_specs, tokens, purpose=_PURPOSE)
+    return run(query, key, value, segments, sinks)
+
+
+def _check_heads(query: Array, key: Array, mesh: AnyMesh, tensor: str | None) -> None:
+    """Raise an error if heads do not divide over `tensor`."""
+    if tensor is None:
+        return
+    size = mesh.shape[tensor]
+    problems = []
+    for name, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2])):
+        if heads % size:
+            what = "do not divide over mesh.tensor"
+            detail = f"{heads} / (tensor={size}) = {heads / size:.4g}"
+            problems.append(Problem(name, what, detail, "a smaller mesh.tensor"))
+    if problems:
+        raise ConfigError("Heads cannot be split over devices:", problems)
+
+
+def _attend_on_device(
+    query: Float[Array, "batch local heads dim"],
+    key: Float[Array, "batch local kv_heads dim"],
+    value: Float[Array, "batch local kv_heads value_dim"],
+    segments: Segments,
+    sinks: Sinks,
+    *,
+    queries: Queries,
+    options: AttentionOptions,
+    interpret: bool,
+) -> Float[Array, "batch local heads value_dim"]:
+    key_segments = None
+    if segments is not None:
+        key_segments = _gather(segments, queries)
+    return splash_attention(
+        query,
+        _gather(key, queries),
+        _gather(value, queries),
+        segments,
+        sinks,
+        options,
+        key_segments=key_segments,
+        queries=queries,
+        device=jax.lax.axis_index("sequence"),
+        residuals=_RESIDUALS,
+        interpret=interpret,
+    )
+
+
+def _gather(
+    x: Shaped[Array, "batch local ..."], queries: Queries
+) -> Shaped[Array, "batch seq ..."]:
+    """Gather the tokens of all devices, in the order of the sequence."""
+    blocks = x[:, None]
+    if queries.is_zigzag:
+        early, late = jnp.split(x, 2, axis=1)
+        # The last device has the first late block. Mirrored, late blocks come in their own order.
+        mirror = [(device, queries.devices - 1 - device) for device in range(queries.devices)]
+        late = jax.lax.ppermute(late, "sequence", mirror)
+        blocks = jnp.stack([early, late], axis=1)
+    gathered = jax.lax.all_gather(blocks, "sequence")  # [device, batch, early or late, block, …]
+    in_order = jnp.moveaxis(gathered, 0, 2)
+    return in_order.reshape(x.shape[0], -1, *x.shape[2:])

@@ -1,0 +1,181 @@
+"""Splash attention over all keys, gathered from devices that keep their queries, is attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import ConfigError
+from spmd.gradients.base import value_and_grad
+from spmd.layers import attention as attention_module
+from spmd.layers.attention import xla_attention
+from spmd.layers.attention_options import AttentionOptions
+from spmd.layers.gathered_attention import gathered_attention
+from spmd.layers.splash_attention import Queries, _unmasked
+from spmd.layers.zigzag import zigzag
+from spmd.model_interface import attention_config
+from spmd.model_interface.attention_config import (
+    AttentionCall,
+    AttentionConfig,
+    make_attention_config,
+)
+from spmd.model_interface.fused_attention import FusedKernel
+from spmd.partition_rules.llama import LLAMA
+from spmd.testing import token_batches
+from tests import tiny
+from tests.one_device import Job
+
+SEQ = 512
+SEGMENTS = np.where(np.arange(SEQ) < 300, 0, 300).astype(np.int32)
+OPTIONS = {
+    "causal": (AttentionOptions(), False, False),
+    "window and documents": (AttentionOptions(window=200), True, False),
+    "cap and sinks": (AttentionOptions(soft_cap=20.0), False, True),
+}
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = ((2, SEQ, 4, 64), (2, SEQ, 2, 64), (2, SEQ, 2, 128), (2, SEQ, 4, 128), (4,))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def results(run, has_sinks):
+    """Output, and gradients of queries, keys, values and sinks."""
+    query, key, value, weights, sinks = arrays()
+
+    def total(query, key, value, sinks):
+        out = run(query, key, value, sinks if has_sinks else None)
+        return (out * weights).sum(), out
+
+    gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(
+        query, key, value, sinks
+    )
+    return [out, *gradients]
+
+
+def of_one_device(name):
+    options, is_packed, has_sinks = OPTIONS[name]
+    segments = jnp.asarray(np.stack([SEGMENTS] * 2)) if is_packed else None
+    run = functools.partial(_reference, segments=segments, options=options)
+    return results(run, has_sinks)
+
+
+def _reference(query, key, value, sinks, *, segments, options):
+    return xla_attention(query, key, value, segments, sinks, options)
+
+
+def gathered(name, order, queries, **sizes):
+    """Attention on a mesh, of tokens in some order, in the order of the sequence again."""
+    options, is_packed, has_sinks = OPTIONS[name]
+    mesh = tiny.mesh(**sizes)
+    tokens = NamedSharding(mesh, P("fsdp", "sequence"))
+
+    def split(x):
+        return jax.lax.with_sharding_constraint(x[:, order], tokens)
+
+    segments = jnp.asarray(np.stack([SEGMENTS] * 2)) if is_packed else None
+
+    def run(query, key, value, sinks):
+        out = gathered_attention(
+            *map(split, (query, key, value)),
+            None if segments is None else split(segments),
+            sinks,
+            mesh=mesh,
+            queries=queries,
+            options=options,
+            interpret=True,
+        )
+        return out[:, np.argsort(order)]
+
+    return results(run, has_sinks)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_zigzag"), [*((name, True) for name in OPTIONS), ("window and documents", False)]
+)
+def test_it_is_attention(name, is_zigzag):
+    """With gradients; beside batches and heads that are split."""
+    order = zigzag(SEQ, 2) if is_zigzag else np.arange(SEQ)
+    found = gathered(name, order, Queries(2, is_zigzag), fsdp=2, sequence=2, tensor=2)
+    for ours, expected in zip(found, of_one_device(name), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_control_another_order_of_tokens_is_caught():
+    """Tokens in the sequence's own order, taken for zigzag order."""
+    found = gathered("causal", np.arange(SEQ), Queries(2, is_zigzag=True), sequence=2)
+    assert np.abs(found[0] - of_one_device("causal")[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_blocks_are_those_that_jax_finds_in_the_mask(window, devices):
+    """For all three kernels: of each row or column, the blocks to fetch, in their order."""
+    mask = splash.CausalMask((2048, 2048))
+    if window is not None:
+        mask = splash.LocalMask((2048, 2048), (window - 1, 0), 0)
+    masks = splash.MultiHeadMask([mask])
+    ours = _unmasked(2048, Queries(devices), AttentionOptions(window), 128)
+    shards = {"block_shape": (128, 128), "q_seq_shards": devices}
+    by_query, _ = splash_attention_mask_info.process_mask(masks, **shards)
+    by_key, _ = splash_attention_mask_info.process_mask_dkv(masks, **shards)
+    for blocks, theirs, axis in ((ours[0], by_query, 2), (ours[2], by_key, 1)):
+        for device in range(devices):
+            own = np.split(theirs.data_next, devices, axis=1)[device]
+            active = np.split(theirs.block_mask, devices, axis=1)[device] > 0
+            expected = _visited(own, active, axis)
+            found = _visited(blocks.data_next[device], blocks.block_mask[device] > 0, axis)
+            assert found == expected
+
+
+def _visited(data_next, active, axis):
+    """Blocks that each row, or column, of the grid visits."""
+    rows = np.moveaxis(data_next, axis, -1)[0]
+    is_active = np.moveaxis(active, axis, -1)[0]
+    return [row[flags].tolist() for row, flags in zip(rows, is_active, strict=True)]
+
+
+def test_tables_of_a_million_tokens_take_no_time():
+    """JAX evaluates the mask of all pairs; here the table has one entry for each pair of blocks."""
+    blocks = _unmasked(2**20, Queries(16, is_zigzag=True), AttentionOptions(), 512)
+    assert blocks[0].block_mask.shape == (16, 1, 128, 2048)
+    assert blocks[0].block_mask.sum() == blocks[2].block_mask.sum() == 2048 * 2049 / 2
+    work = blocks[0].block_mask.sum(axis=(1, 2, 3))
+    assert work.max() - work.min() <= 1  # zigzag order: the same on each device
+
+
+def pretend_splash(monkeypatch):
+    """CPU devices whose fused kernel is splash, interpreted."""
+    monkeypatch.setattr(attention_config, "find_fused_kernel", lambda mesh: FusedKernel("splash"))
+    interpreted = functools.partial(gathered_attention, interpret=True)
+    monkeypatch.setattr(attention_module, "gathered_attention", interpreted)
+
+
+def test_a_model_trains_as_on_one_device(monkeypatch):
+    """By what `auto` chooses: loss, gradients and parameters after a step, in zigzag order and with full remat."""
+    batches = token_batches((2, SEQ), tiny.CONFIG.vocab, steps=1)
+    job = Job(tiny.model(), LLAMA, value_and_grad(tiny.loss_fn()), batches)
+    assert job.alone
+    pretend_splash(monkeypatch)
+    job.assert_parity(options=(("remat", "full"),), fsdp=2, sequence=2)
+
+
+def test_who_chooses_gathered_keys(monkeypatch):
+    """`auto` with splash; a sequence that does not divide into blocks goes around a ring; by name it is refused."""
+    pretend_splash(monkeypatch)
+    mesh = tiny.mesh(sequence=2)
+    config = make_attention_config(mesh, "auto", "auto")
+    assert str(config) == "splash   context gather"
+    call = functools.partial(AttentionCall, head_dim=64, dtype="bfloat16", runs=4)
+    assert config.context_of(config.choose(call(1024))) == "gather"
+    assert config.context_of(config.choose(call(1024 + 256))) == "ring"
+    named = AttentionConfig(mesh, "auto", "gather", FusedKernel("splash"))
+    with pytest.raises(ConfigError, match=r"1280 / 512 = 2\.5"):
+        named.choose(call(1280))
