@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import Problem, check_fields
-from spmd.layers.attention import attend
+from spmd.layers.attention import annotated_attention
+from spmd.layers.attention_options import AttentionOptions
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
@@ -350,7 +351,6 @@ class Attention(nnx.Module):
         self, x: Float[Array, "batch seq d"], inputs: LayerInputs
     ) -> Float[Array, "batch seq d"]:
         """Attend from each token to itself and preceding ones of its document, in the window."""
-        batch, seq, _ = x.shape
         spec = self.spec
         query, key, value, gate = self._projected(x)
         query = self._clipped(self.q_proj.with_bias(query))
@@ -363,19 +363,22 @@ class Attention(nnx.Module):
         if spec.value_scale != 1:
             value = value * jnp.asarray(spec.value_scale, value.dtype)
         value = annotate(self._heads(value, spec.kv_heads), "attention_value")
-        out = attend(
-            query,
-            key,
-            value,
+        options = AttentionOptions(
             window=spec.window or None,
-            segments=inputs.segments,
             scale=spec.scale or None,
             soft_cap=spec.soft_cap or None,
             causal=spec.causal,
             chunk=spec.chunk or None,
-            sinks=self._gathered_sinks(),
         )
-        out = annotate(out.reshape(batch, seq, -1), "attention_out")
+        out = annotated_attention(
+            query,
+            key,
+            value,
+            "attention_out",
+            segments=inputs.segments,
+            sinks=self._gathered_sinks(),
+            options=options,
+        )
         if gate is not None:
             out = self._gated(out, gate)
         y = row_parallel(out, self.o_proj.kernel, "attention_input", spec.value_dim)

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields
-from spmd.layers.attention import attend
+from spmd.layers.attention import annotated_attention
+from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import MASK_VALUE
 from spmd.layers.cache_entry import CacheEntry, cached_array
 from spmd.layers.kv_cache import CacheSlot, cache_slot, require_one_document, without_cache
@@ -230,8 +231,7 @@ class LatentAttention(nnx.Module):
         if slot.past is None:
             out = self._attended(query, own, inputs)
         else:
-            out = self._decoded(query, own, slot)
-        out = annotate(out, "attention_out")
+            out = annotate(self._decoded(query, own, slot), "attention_out")
         y = row_parallel(out, self.o_proj.kernel, "attention_input", self.spec.value_dim)
         return self.o_proj.with_bias(y)
 
@@ -265,7 +265,7 @@ class LatentAttention(nnx.Module):
     def _attended(
         self, query: Float[Array, "batch seq heads dim"], own: LatentCache, inputs: LayerInputs
     ) -> Float[Array, "batch seq values"]:
-        """Attend with the keys and values of all heads."""
+        """Attend with the keys and values of all heads; annotate the output."""
         spec = self.spec
         batch, seq, heads, _ = query.shape
         kernels = (self.kv_b_proj.kernel,)
@@ -280,8 +280,14 @@ class LatentAttention(nnx.Module):
         if spec.score_scaling != 1:
             scale = spec.scale
         with without_cache():  # which has the latents
-            out = attend(query, key, value, segments=inputs.segments, scale=scale)
-        return out.reshape(batch, seq, -1)
+            return annotated_attention(
+                query,
+                key,
+                value,
+                "attention_out",
+                segments=inputs.segments,
+                options=AttentionOptions(scale=scale),
+            )
 
     def _decoded(
         self,

@@ -17,7 +17,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.examples import per_example
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
-from spmd.layers.gathered_attention import gathered_attention
+from spmd.layers.gathered_attention import GATHERED, gathered_attention
 from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import (
     Ring,
@@ -31,7 +31,8 @@ from spmd.layers.splash_attention import Queries, splash_attention
 from spmd.layers.upcast import upcast_float16
 from spmd.layers.zigzag import is_zigzag, positions
 from spmd.model_interface.attention_config import AttentionCall, AttentionConfig
-from spmd.plan.annotate import attention_config, remat_attention
+from spmd.plan.annotate import annotate, attention_config, constrain_like, remat_attention
+from spmd.plan.context import current
 from spmd.plan.scopes import ATTENTION, in_scope
 
 _CHUNK_UNIT = 128
@@ -71,6 +72,48 @@ def attend(
         (1, 4, 2, 8)
     """
     options = AttentionOptions(window, scale, soft_cap, causal, chunk)
+    out, _ = _attend(query, key, value, segments, sinks, options)
+    return out
+
+
+def annotated_attention(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
+    name: str,
+    *,
+    segments: Segments = None,
+    sinks: Sinks = None,
+    options: AttentionOptions,
+) -> Float[Array, "batch seq values"]:
+    """Attend as `attend` does, and annotate the output, with heads side by side, as an activation.
+
+    A remat policy that saves the activation saves with it what the backward pass of splash
+    attention reads, so the kernel is not run again.
+
+    Args:
+        name: Name of the activation.
+    """
+    batch, seq = query.shape[:2]
+    # Elsewhere than on the device, and in codes, the annotated activation is saved.
+    residuals = name if name in current().remat.save else None
+    out, kernel = _attend(query, key, value, segments, sinks, options, residuals)
+    out = out.reshape(batch, seq, -1)
+    if residuals and kernel == "splash":
+        return constrain_like(out, name)
+    return annotate(out, name)
+
+
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    sinks: Sinks,
+    options: AttentionOptions,
+    residuals: str | None = None,
+) -> tuple[Array, str]:
+    """Return the output and the kernel, which names its residuals if it is splash."""
     config = attention_config()
     heads = query.shape[2]
     sinks = _checked_sinks(sinks, heads)
@@ -78,8 +121,9 @@ def attend(
     value = _repeat_heads(value, heads, config.tensor)
     cached = cached_attention(query, key, value, segments, options, sinks)
     if cached is not None:
-        return cached
+        return cached, ""
     batch, seq, _, head_dim = query.shape
+    chunk = options.chunk
     if chunk is not None and chunk >= seq:
         chunk = None  # it masks nothing, and needs no kernel with chunks
     queries = Queries(config.sequence, is_zigzag())
@@ -89,24 +133,25 @@ def attend(
         query.dtype,
         value_dim=value.shape[-1],
         packed=segments is not None,
-        capped=soft_cap is not None,
-        causal=causal,
+        capped=options.soft_cap is not None,
+        causal=options.causal,
         chunks=chunk is not None,
         sinks=sinks is not None,
         runs=queries.runs,
     )
     kernel = config.choose(call)
-    if scale is not None:
-        query = _rescaled(query, scale)
-    reach = window
+    if options.scale is not None:
+        query = _rescaled(query, options.scale)
+    reach = options.window
     if chunk is not None:
         # A chunk is a document for kernels; as a window, it lets them skip what precedes it.
         segments = _chunk_starts(batch, seq, segments, chunk)
         reach = chunk
-    run = _bind(config, kernel, queries, AttentionOptions(reach, None, soft_cap, causal))
+    bound = AttentionOptions(reach, None, options.soft_cap, options.causal)
+    run = _bind(config, kernel, queries, bound, residuals)
     with in_scope(ATTENTION):
         attention = remat_attention(per_example(run), keeps_scores=kernel == "xla")
-        return attention(query, key, value, segments, sinks)
+        return attention(query, key, value, segments, sinks), kernel
 
 
 def _checked_sinks(sinks: Sinks, heads: int) -> Sinks:
@@ -139,10 +184,16 @@ def _rescaled(query: Array, scale: float) -> Array:
 
 
 def _bind(
-    config: AttentionConfig, kernel: str, queries: Queries, options: AttentionOptions
+    config: AttentionConfig,
+    kernel: str,
+    queries: Queries,
+    options: AttentionOptions,
+    residuals: str | None,
 ) -> Callable[..., Array]:
     """Return attention `(query, key, value, segments, sinks) -> output` over the plan's mesh."""
-    run = functools.partial(_KERNELS[kernel], options=options)
+    run: Callable[..., Array] = functools.partial(_KERNELS[kernel], options=options)
+    if kernel == "splash":
+        run = functools.partial(run, residuals=residuals)
     if config.mesh is None:
         return run
     context = config.context_of(kernel)
@@ -151,7 +202,11 @@ def _bind(
         return functools.partial(_blockwise, ring=ring)
     if context == "gather":
         return functools.partial(
-            gathered_attention, mesh=config.mesh, queries=queries, options=options
+            gathered_attention,
+            mesh=config.mesh,
+            queries=queries,
+            options=options,
+            residuals=residuals or GATHERED,
         )
     if context == "" and kernel not in _LOCAL:
         return run

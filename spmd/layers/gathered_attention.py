@@ -22,8 +22,8 @@ from spmd.plan.manual import shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 _PURPOSE = "context-parallel attention"
-_RESIDUALS = "gathered_attention"
-"""Checkpoint name of what the backward pass of the kernel reads."""
+GATHERED = "gathered_attention"
+"""Checkpoint name of what the backward pass of the kernel reads, if a policy has none for it."""
 
 
 def gathered_attention(
@@ -36,11 +36,13 @@ def gathered_attention(
     mesh: AnyMesh,
     queries: Queries,
     options: AttentionOptions,
+    residuals: str = GATHERED,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Attend from the queries of each device to all keys.
 
     Args:
+        residuals: Checkpoint name of what the backward pass of the kernel reads.
         interpret: Run the kernel without a TPU, for tests.
     """
     split = split_axes(mesh)
@@ -50,12 +52,16 @@ def gathered_attention(
     tokens = P(batch or None, "sequence", tensor)
     in_specs = (tokens, tokens, tokens, P(batch or None, "sequence"), P(tensor))
     attend = functools.partial(
-        _attend_on_device, queries=queries, options=options, interpret=interpret
+        _attend_on_device,
+        queries=queries,
+        options=options,
+        residuals=residuals,
+        interpret=interpret,
     )
     # Without it, gathered keys and values would be kept for the backward pass.
     local = jax.checkpoint(
         attend,
-        policy=jax.checkpoint_policies.save_only_these_names(_RESIDUALS),
+        policy=jax.checkpoint_policies.save_only_these_names(residuals),
         prevent_cse=False,
     )
     axes = (*batch, "sequence", *((tensor,) if tensor else ()))
@@ -87,6 +93,7 @@ def _attend_on_device(
     *,
     queries: Queries,
     options: AttentionOptions,
+    residuals: str,
     interpret: bool,
 ) -> Float[Array, "batch local heads value_dim"]:
     key_segments = None
@@ -102,7 +109,7 @@ def _attend_on_device(
         key_segments=key_segments,
         queries=queries,
         device=jax.lax.axis_index("sequence"),
-        residuals=_RESIDUALS,
+        residuals=residuals,
         interpret=interpret,
     )
 

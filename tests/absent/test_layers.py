@@ -118,7 +118,7 @@ def test_a_ring_sends_keys_and_values_seven_times(topology):
 
 
 def test_keys_and_values_are_gathered_twice(topology):
-    """Forward, and again for the backward pass; their gradients are scattered; late blocks are mirrored before and after."""
+    """Forward, and again for the backward pass; their gradients are scattered; late blocks are mirrored each time."""
     if parse_topology(topology).platform != "tpu":
         pytest.skip("splash attention is for TPUs")
     found = collectives(topology)["gather"]

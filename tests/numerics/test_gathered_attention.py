@@ -30,6 +30,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.testing import token_batches
 from tests import tiny
 from tests.one_device import Job
+from tests.programs import run_script
 
 SEQ = 512
 SEGMENTS = np.where(np.arange(SEQ) < 300, 0, 300).astype(np.int32)
@@ -179,3 +180,38 @@ def test_who_chooses_gathered_keys(monkeypatch):
     named = AttentionConfig(mesh, "auto", "gather", FusedKernel("splash"))
     with pytest.raises(ConfigError, match=r"1280 / 512 = 2\.5"):
         named.choose(call(1280))
+
+
+ON_TPU = """
+    import json, re
+    import jax, spmd
+    from spmd.analysis.topology import parse_topology, topology_devices
+    from spmd.distributed.initialize import initialize
+    from tests import tiny
+
+    initialize(target_platform="tpu")
+    devices = topology_devices(parse_topology("v5e:2x4"))
+    batch = {name: jax.ShapeDtypeStruct((8, 2048), "int32") for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct((8, 2048), "float32")
+    found = {}
+    for axis, size in (("fsdp", 8), ("sequence", 8)):
+        for remat in ("save:attention_out", "full"):
+            mesh = spmd.make_mesh(devices=devices, **{axis: size})
+            model = tiny.model(tiny.replaced(layers=1))
+            plan = spmd.make_plan(mesh, tiny.LLAMA, model, tiny.OPTIMIZER, remat=remat)
+            text = spmd.make_train_step(plan, spmd.next_token_loss(model)).compile(batch).as_text()
+            kernels = re.findall(r"splash_mha_(fwd|dq|dkv)[^ ]* = .*custom-call", text)
+            found[f"{axis} {remat}"] = [kernels.count(name) for name in ("fwd", "dq", "dkv")]
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.soak
+def test_the_kernel_runs_once_where_its_output_is_saved():
+    """Its log-sum-exp is saved with it, on whole and on split sequences. Control: full remat runs it again."""
+    assert run_script(ON_TPU) == {
+        "fsdp save:attention_out": [1, 1, 1],
+        "fsdp full": [2, 1, 1],
+        "sequence save:attention_out": [1, 1, 1],
+        "sequence full": [2, 1, 1],
+    }
