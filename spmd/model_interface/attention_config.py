@@ -214,9 +214,12 @@ class AttentionConfig:
                 kernel = f"{self.fused.name} or {kernel}"
             if self.fused.failure:
                 kernel += f" (without {self.fused.failure})"
-        if self.sequence > 1:
-            return f"{kernel}   context {self.context_of(self._kernel)}"
-        return kernel
+        if self.sequence == 1:
+            return kernel
+        text = f"{kernel}   context {self.context_of(self._kernel)}"
+        if self.context == "auto" and self.kernel == "auto" and not self.platform:
+            text += " (on TPUs: splash, gather)"  # a mesh without devices is of no platform
+        return text
 
 
 def split_kernel(fused: str) -> str:

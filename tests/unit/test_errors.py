@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import spmd
-from spmd.data.chat import ChatConfig
 from spmd.errors import ConfigError, Problem, RuleError, SpmdError, Together, print_traceback
 from spmd.hf.save import whole_folder
 from spmd.optim.extra_args import check_update
@@ -104,8 +103,6 @@ BUCKET = "gs://bucket/a"
     ("where", "use"),
     [
         ("compilation_cache_dir", lambda path: spmd.RunConfig(compilation_cache_dir=path)),
-        ("data.cache", lambda path: spmd.DataConfig(cache=path)),
-        ("chat.template", lambda path: ChatConfig(template=path)),
         ("folder", lambda path: RunDir(Path(path))),
         ("out", lambda path: contextlib.ExitStack().enter_context(whole_folder(Path(path)))),
     ],
