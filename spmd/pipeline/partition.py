@@ -297,7 +297,7 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
             "context",
             "is a ring, which would send keys and values inside a stage's task, where XLA:CPU "
             "waits for all stages",
-            fix='context="all-to-all"',
+            fix='context="all-to-all", or "gather" on TPUs',
         )
 
 
