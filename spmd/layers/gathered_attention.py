@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
-from spmd.errors import ConfigError, Problem
 from spmd.layers.attention_options import AttentionOptions
-from spmd.layers.ring_attention import Segments, Sinks
+from spmd.layers.ring_attention import Segments, Sinks, check_division
 from spmd.layers.splash_attention import Queries, splash_attention
 from spmd.plan.manual import shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
@@ -47,10 +46,10 @@ def gathered_attention(
     """
     split = split_axes(mesh)
     batch = tuple(axis for axis in BATCH_AXES if axis in split)
-    tensor = "tensor" if "tensor" in split else None
-    _check_heads(query, key, mesh, tensor)
-    tokens = P(batch or None, "sequence", tensor)
-    in_specs = (tokens, tokens, tokens, P(batch or None, "sequence"), P(tensor))
+    heads = tuple(axis for axis in ("tensor",) if axis in split)
+    check_division(query, key, {axis: mesh.shape[axis] for axis in heads})
+    tokens = P(batch or None, "sequence", heads or None)
+    in_specs = (tokens, tokens, tokens, P(batch or None, "sequence"), P(heads or None))
     attend = functools.partial(
         _attend_on_device,
         queries=queries,
@@ -64,24 +63,9 @@ def gathered_attention(
         policy=jax.checkpoint_policies.save_only_these_names(residuals),
         prevent_cse=False,
     )
-    axes = (*batch, "sequence", *((tensor,) if tensor else ()))
+    axes = (*batch, "sequence", *heads)
     run = shard_map_over(mesh, axes, local, in_specs, tokens, purpose=_PURPOSE)
     return run(query, key, value, segments, sinks)
-
-
-def _check_heads(query: Array, key: Array, mesh: AnyMesh, tensor: str | None) -> None:
-    """Raise an error if heads do not divide over `tensor`."""
-    if tensor is None:
-        return
-    size = mesh.shape[tensor]
-    problems = []
-    for name, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2])):
-        if heads % size:
-            what = "do not divide over mesh.tensor"
-            detail = f"{heads} / (tensor={size}) = {heads / size:.4g}"
-            problems.append(Problem(name, what, detail, "a smaller mesh.tensor"))
-    if problems:
-        raise ConfigError("Heads cannot be split over devices:", problems)
 
 
 def _attend_on_device(

@@ -289,9 +289,7 @@ def ulysses_attention(
     for axis in ("tensor", "sequence"):
         if axis in split:
             parts[axis] = mesh.shape[axis]
-    problems = _division_problems(query, key, parts)
-    if problems:
-        raise ConfigError("Heads cannot be split over devices:", problems)
+    check_division(query, key, parts)
     local = kernel
     if "sequence" in parts:
         local = functools.partial(_exchange_heads, kernel)
@@ -306,8 +304,15 @@ def ulysses_attention(
     return run(query, key, value, segments, sinks)
 
 
-def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> list[Problem]:
-    """Return a problem for each number of heads or tokens indivisible over devices."""
+def check_division(query: Array, key: Array, parts: Mapping[str, int]) -> None:
+    """Raise an error unless heads and tokens divide over devices.
+
+    Args:
+        parts: Axis that splits heads → its size.
+
+    Raises:
+        ConfigError: A problem for each number that does not divide.
+    """
     problems = []
     product = " × ".join(f"{axis}={size}" for axis, size in parts.items())
     count = math.prod(parts.values())
@@ -333,7 +338,8 @@ def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> li
             "mesh.sequence of 1",
         )
         problems.append(problem)
-    return problems
+    if problems:
+        raise ConfigError("Heads cannot be split over devices:", problems)
 
 
 def _exchange_heads(
