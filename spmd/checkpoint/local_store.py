@@ -207,6 +207,13 @@ class LocalStore(CheckpointStore):
 
     @contextlib.contextmanager
     def _write_errors(self, step: int) -> Iterator[None]:
-        """Convert errors of the disk to a `CheckpointError`."""
-        with disk_errors(self._folder / str(step), "writing the checkpoint", _UNWRITABLE):
-            yield
+        """Convert errors of the disk to a `CheckpointError`.
+
+        Another run that has taken the folder removes unfinished saves: that is the error then.
+        """
+        try:
+            with disk_errors(self._folder / str(step), "writing the checkpoint", _UNWRITABLE):
+                yield
+        except CheckpointError:
+            self._before_write()
+            raise

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
+from spmd.checkpoint import local_store
 from spmd.checkpoint.host_copies import HostCopies
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
@@ -352,3 +353,25 @@ def test_versions_name_what_can_change_a_checkpoint() -> None:
     } == set(versions)
     assert versions["jax"] == jax.__version__
     assert versions["runtime"] == jax.devices()[0].client.platform_version == "cpu"
+
+
+def test_a_save_that_another_run_removed_is_said_to_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lost folder is the error, not the missing file. Control: of a run that still has it, the file is."""
+    taken: list[bool] = []
+
+    def write(folder: Path, arrays: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(folder))
+
+    def check() -> None:
+        if taken:
+            raise CheckpointError("Run folder lost to another process:")
+
+    monkeypatch.setattr(local_store, "save_arrays", write)
+    for is_taken, said in ((False, "No such file"), (True, "Run folder lost")):
+        checkpoints = CheckpointManager(tmp_path / said, before_write=check)
+        checkpoints.save(1, {"w": jnp.ones(4)})
+        taken += [is_taken] * is_taken
+        with pytest.raises(CheckpointError, match=said):
+            checkpoints.wait()
