@@ -286,7 +286,7 @@ JOBS = (
         ),
         tokens=4096,
     ),
-    # One sequence for each 8 devices; a ring has 129.5 s, all-to-all 2.50.
+    # One sequence for each 8 devices; a ring has 93.8 s, all-to-all 2.50.
     Job(
         "8b-long",
         "llama3-8b",
