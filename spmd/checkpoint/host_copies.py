@@ -1,5 +1,6 @@
 """Copies of a state in host memory, from which a checkpoint is written while training goes on."""
 
+import collections
 import functools
 import mmap
 import operator
@@ -7,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 _ALIGNMENT = 64  # of the bytes that an array of a CPU device can take without a copy
 
@@ -32,40 +33,32 @@ class HostCopies:
         Returns:
             Makes arrays of the copies, also in another thread; they are valid until the next call.
         """
-        shardings = {path: _one_replica_per_process(x.sharding) for path, x in arrays.items()}
-        shapes = {path: array.shape for path, array in arrays.items()}
+        shapes = dict[str, tuple[int, ...]]()
+        shardings = dict[str, Sharding]()
         paths = list[str]()  # of each shard to copy
         shards = list[jax.Array]()
         for path, array in arrays.items():
+            shapes[path] = array.shape
+            shardings[path] = _one_replica_per_process(array.sharding)
             devices = shardings[path].device_set
             for shard in array.addressable_shards:
                 if shard.device in devices:
                     paths.append(path)
                     shards.append(shard.data)
-        copies = self._copies(shards)
-
-        def assemble() -> dict[str, jax.Array]:
-            parts: dict[str, list[jax.Array]] = {path: [] for path in shapes}
-            for path, copy in zip(paths, copies(), strict=True):
-                parts[path].append(copy)
-            assembled = dict[str, jax.Array]()
-            for path, shape in shapes.items():
-                sharding = shardings[path].with_memory_kind("pinned_host")
-                assembled[path] = jax.make_array_from_single_device_arrays(
-                    shape, sharding, parts[path]
-                )
-            return assembled
-
-        return assemble
+        return functools.partial(_assemble, shapes, shardings, paths, self._copies(shards))
 
     def _copies(self, shards: Sequence[jax.Array]) -> Callable[[], Sequence[jax.Array]]:
         """Copy shards, each of one device; the result makes arrays of the copies."""
-        devices = [next(iter(shard.devices())) for shard in shards]
-        on_host = [SingleDeviceSharding(device, memory_kind="pinned_host") for device in devices]
-        if all(device.platform == "cpu" for device in devices):
-            values = self._in_buffer([np.asarray(shard) for shard in shards])
-            return lambda: _aliases(values, on_host)
-        copies = jax.block_until_ready(jax.device_put(list(shards), on_host, may_alias=False))
+        places = list[SingleDeviceSharding]()
+        are_of_cpus = True
+        for shard in shards:
+            (device,) = shard.devices()
+            places.append(SingleDeviceSharding(device, memory_kind="pinned_host"))
+            are_of_cpus &= device.platform == "cpu"
+        if are_of_cpus:
+            values = self._in_buffer(list(map(np.asarray, shards)))
+            return lambda: _aliases(values, places)
+        copies = jax.block_until_ready(jax.device_put(list(shards), places, may_alias=False))
         return lambda: copies
 
     def _in_buffer(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -86,6 +79,23 @@ class HostCopies:
         return copies
 
 
+def _assemble(
+    shapes: Mapping[str, tuple[int, ...]],
+    shardings: Mapping[str, Sharding],
+    paths: Sequence[str],
+    copies: Callable[[], Sequence[jax.Array]],
+) -> dict[str, jax.Array]:
+    """Return arrays of copies, each of the path in its place in `paths`."""
+    parts = collections.defaultdict[str, list[jax.Array]](list)
+    for path, copy in zip(paths, copies(), strict=True):
+        parts[path].append(copy)
+    assembled = dict[str, jax.Array]()
+    for path, shape in shapes.items():
+        sharding = shardings[path].with_memory_kind("pinned_host")
+        assembled[path] = jax.make_array_from_single_device_arrays(shape, sharding, parts[path])
+    return assembled
+
+
 def _aliases(
     values: Sequence[np.ndarray], places: Sequence[SingleDeviceSharding]
 ) -> Sequence[jax.Array]:
@@ -95,7 +105,7 @@ def _aliases(
 
 
 @functools.cache
-def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+def _one_replica_per_process(sharding: Sharding) -> Sharding:
     """Keep one device for each distinct shard in a process."""
     if not isinstance(sharding, NamedSharding):
         return sharding

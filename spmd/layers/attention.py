@@ -17,7 +17,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.examples import per_example
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
-from spmd.layers.gathered_attention import GATHERED, gathered_attention
+from spmd.layers.gathered_attention import gathered_attention
 from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import (
     Ring,
@@ -206,7 +206,7 @@ def _bind(
             mesh=config.mesh,
             queries=queries,
             options=options,
-            residuals=residuals or GATHERED,
+            residuals=residuals,
         )
     if context == "" and kernel not in _LOCAL:
         return run

@@ -21,7 +21,7 @@ from spmd.plan.manual import shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 _PURPOSE = "context-parallel attention"
-GATHERED = "gathered_attention"
+_RESIDUALS = "gathered_attention"
 """Checkpoint name of what the backward pass of the kernel reads, if a policy has none for it."""
 
 
@@ -35,32 +35,36 @@ def gathered_attention(
     mesh: AnyMesh,
     queries: Queries,
     options: AttentionOptions,
-    residuals: str = GATHERED,
+    residuals: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Attend from the queries of each device to all keys.
 
     Args:
-        residuals: Checkpoint name of what the backward pass of the kernel reads.
+        residuals: Checkpoint name by which a policy saves what the backward pass of the kernel
+            reads; it is kept without one, too.
         interpret: Run the kernel without a TPU, for tests.
     """
     split = split_axes(mesh)
     batch = tuple(axis for axis in BATCH_AXES if axis in split)
-    heads = tuple(axis for axis in ("tensor",) if axis in split)
-    check_division(query, key, {axis: mesh.shape[axis] for axis in heads})
+    heads: tuple[str, ...] = ()
+    if "tensor" in split:
+        heads = ("tensor",)
+        check_division(query, key, {"tensor": mesh.shape["tensor"]})
     tokens = P(batch or None, "sequence", heads or None)
     in_specs = (tokens, tokens, tokens, P(batch or None, "sequence"), P(heads or None))
+    saved = residuals or _RESIDUALS
     attend = functools.partial(
         _attend_on_device,
         queries=queries,
         options=options,
-        residuals=residuals,
+        residuals=saved,
         interpret=interpret,
     )
     # Without it, gathered keys and values would be kept for the backward pass.
     local = jax.checkpoint(
         attend,
-        policy=jax.checkpoint_policies.save_only_these_names(residuals),
+        policy=jax.checkpoint_policies.save_only_these_names(saved),
         prevent_cse=False,
     )
     axes = (*batch, "sequence", *heads)
@@ -106,7 +110,8 @@ def _gather(
     if queries.is_zigzag:
         early, late = jnp.split(x, 2, axis=1)
         # The last device has the first late block. Mirrored, late blocks come in their own order.
-        mirror = [(device, queries.devices - 1 - device) for device in range(queries.devices)]
+        devices = range(queries.devices)
+        mirror = list(zip(devices, reversed(devices), strict=True))
         late = jax.lax.ppermute(late, "sequence", mirror)
         blocks = jnp.stack([early, late], axis=1)
     gathered = jax.lax.all_gather(blocks, "sequence")  # [device, batch, early or late, block, …]

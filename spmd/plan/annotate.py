@@ -239,7 +239,10 @@ def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
     """
     if current().remat.kind != "selective":
         return core
-    checkpointed = _marked(jax.checkpoint(core) if keeps_scores else core)
+    wrapped: Any = core
+    if keeps_scores:
+        wrapped = jax.checkpoint(core)
+    checkpointed = _marked(wrapped)
 
     def run(*arrays: Any) -> Any:
         if keeps_scores and checkpoints_are_hijax():
@@ -302,7 +305,9 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
     _check_attention(plan, jaxpr)
     _check_precision(plan, jaxpr)
     if plan.remat.kind != "none" and REMAT_MARK not in marked:
-        call = "remat_attention" if plan.remat.kind == "selective" else "remat_layer"
+        call = "remat_layer"
+        if plan.remat.kind == "selective":
+            call = "remat_attention"
         what = f"the model never calls spmd.plan.annotate.{call}"
         problem = Problem(f"remat {plan.remat}", what, fix="call it, or none")
         raise AnnotationError("Remat policy without effect:", [problem])

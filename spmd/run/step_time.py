@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -97,7 +98,9 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         )
         raise ConfigError("The time of a step cannot be predicted:", [problem])
     router = router_of(model)
-    routed = router.top_k if isinstance(router, RouterConfig) else 0
+    routed = 0
+    if isinstance(router, RouterConfig):
+        routed = router.top_k
     kernels, in_dtype = _count_kernels(plan, router, routed)
     if not kernels:  # layers that are no stack, or weights of other names
         kernels["all"] = model.matmul_params
@@ -253,7 +256,9 @@ def _offloaded_bytes(remat: Remat, widths: Mapping[str, int], hidden: int) -> fl
     total: float = 0
     for name in remat.offload:
         codec = remat.codec(name)
-        element = codec.bits(128) / 8 if codec else 2
+        element: float = 2
+        if codec is not None:
+            element = codec.bits(128) / 8
         total += element * widths.get(name, hidden)
     return total
 
@@ -343,7 +348,9 @@ def _schedule_time(
     rates = compiled_rates(topology)
     network = make_network(topology, shape, slices, hardware, rates.network)
     table = planned.tick_table
-    taken = table.waited if table else {}
+    taken: Mapping[str, Fraction] = {}
+    if table:
+        taken = table.waited
     schedule = read_program_schedule(
         program, shape.sizes, taken, slice_numbers(shape.sizes, slices)
     )
@@ -412,7 +419,9 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> tuple[int, float]:
         microbatches = schedule.microbatches
         chunks = schedule.chunks
     if not chunks:
-        chunks = 2 if pipeline.schedule == "interleaved" else 1
+        chunks = 1
+        if pipeline.schedule == "interleaved":
+            chunks = 2
     if pipeline.schedule == "pipedream":
         return microbatches, 0.0
     return microbatches, (mesh.pipe - 1) / (microbatches * chunks)

@@ -348,6 +348,7 @@ ON_TPU = """
     for name, context, sizes in (
         ("splash", "ring", {"fsdp": 4, "tensor": 2}),
         ("splash by heads", "all-to-all", {"fsdp": 2, "sequence": 2, "tensor": 2}),
+        ("gather", "auto", {"fsdp": 2, "sequence": 2, "tensor": 2}),
         ("ring", "ring", {"fsdp": 2, "sequence": 2, "tensor": 2}),
     ):
         mesh = spmd.make_mesh(devices=devices, **sizes)
@@ -357,7 +358,8 @@ ON_TPU = """
             with use_plan(plan):
                 out = attend(query, key, value, window=300, segments=segments)
                 with_sinks = attend(query, key, value[..., :64], sinks=sinks, chunk=512, segments=segments)
-            return out.astype(jnp.float32).sum() + with_sinks.astype(jnp.float32).sum()
+                both_ways = [] if name == "ring" else [attend(query, key, value, causal=False)]
+            return sum(x.astype(jnp.float32).sum() for x in (out, with_sinks, *both_ways))
 
         heads = NamedSharding(mesh, P(("data", "fsdp", "expert"), "sequence", "tensor"))
         shapes = [jax.ShapeDtypeStruct((4, 1024, count, 128), "bfloat16", sharding=heads) for count in (8, 4, 4)]
@@ -372,18 +374,20 @@ ON_TPU = """
 
 @pytest.mark.soak
 def test_every_form_compiles_for_tpus():
-    """Splash attention, alone and on exchanged heads, and the ring, for eight chips.
+    """Splash attention, alone, on exchanged heads and on gathered keys, and the ring, for eight chips.
 
-    Once with a window and documents, once with sinks, chunks and values narrower than keys.
+    Once with a window and documents, once with sinks, chunks and values narrower than keys, once for all tokens.
     """
     assert importlib.util.find_spec("libtpu"), (
         "the TPU compiler is missing: pip install 'spmd[tpu]'"
     )
     found = run_script(ON_TPU)
     # forward, the queries' gradient, the keys' and values'
-    assert found["splash"]["tpu_custom_call"] >= 2 * 3
+    assert found["splash"]["tpu_custom_call"] >= 3 * 3
+    assert found["gather"]["tpu_custom_call"] >= 3 * 3
+    assert found["gather"]["all-gather"] > 0 == found["gather"]["all-to-all"]
     assert found["splash"]["all-gather"] == found["splash"]["all-to-all"] == 0
-    assert found["splash by heads"]["tpu_custom_call"] >= 2 * 3
+    assert found["splash by heads"]["tpu_custom_call"] >= 3 * 3
     assert found["splash by heads"]["all-to-all"] > 0
     assert found["ring"]["tpu_custom_call"] == found["ring"]["all-gather"] == 0
     assert found["ring"]["collective-permute-start"] > 0

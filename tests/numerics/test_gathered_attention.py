@@ -38,6 +38,7 @@ OPTIONS = {
     "causal": (AttentionOptions(), False, False),
     "window and documents": (AttentionOptions(window=200), True, False),
     "cap and sinks": (AttentionOptions(soft_cap=20.0), False, True),
+    "all tokens of documents": (AttentionOptions(causal=False), True, False),
 }
 
 

@@ -139,14 +139,12 @@ def test_the_control_without_a_lease(start, folder):
         two_at_once(*start, config="control.py")
 
 
+# A bucket's clock cannot be set; for buckets: `test_a_lease_in_a_bucket_expires_by_the_stores_clock`.
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
 @pytest.mark.soak
 def test_suspended_until_it_expired_it_writes_nothing_more(start):
     """SIGSTOP, another run takes the folder, SIGCONT: exit code 2, who has the folder, and no file is other."""
     start, out = start
-    if isinstance(out, str):
-        pytest.skip(
-            "a bucket's clock cannot be set (`test_a_lease_in_a_bucket_expires_by_the_stores_clock`)"
-        )
     first = start(0)
     wait_for_step(first, out, 6)
     os.kill(first.pid, signal.SIGSTOP)
