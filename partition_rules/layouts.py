@@ -4,7 +4,7 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.mesh import BATCH_AXES, GATHERED_AXES
 from spmd.sharding.rules import Rules
 
 _EXPERTS_INTO = ("experts/(gate|up)_proj/kernel", "experts/up_proj/kernel")
@@ -35,7 +35,7 @@ def split_by_rows(rules: Rules) -> Rules:
     params = []
     for path, spec in rules.params:
         if path == "mlp/down_proj/kernel":
-            spec = P(("tensor", "fsdp"))
+            spec = P(("tensor", *GATHERED_AXES))
         params.append((path, spec))
     return dataclasses.replace(rules, params=params)
 
@@ -47,7 +47,7 @@ def folded(rules: Rules) -> Rules:
     device computes with the tokens of another but in the experts it has.
     """
     assert _EXPERTS_OUT in dict(rules.params), "the table has no experts"
-    kernels = P(("expert", "tensor"), "fsdp")
+    kernels = P(("expert", "tensor"), GATHERED_AXES)
     tokens = P(BATCH_AXES, ("sequence", "tensor"))
     params = []
     for name, spec in rules.params:

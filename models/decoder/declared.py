@@ -8,7 +8,8 @@ from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Replicate
 
 Axes = str | tuple[str, ...]
-"""Axes over which parameters are split and gathered: `fsdp`, with `expert` in models with experts."""
+"""Axes over which parameters are split and gathered: `fsdp`, `sequence`, and `expert` in models with
+experts."""
 
 TOKENS = P(BATCH_AXES, "sequence")
 """`[batch, seq, …]`: all channels on each device of `tensor`."""

@@ -22,7 +22,7 @@ from spmd.models.decoder.mlp import MLP, MLPSpec, activation_problems, mlp_rows
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate, constrain_like
 from spmd.plan.fsdp import placement_of
-from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.mesh import BATCH_AXES, GATHERED_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +112,11 @@ class ExpertsSpec:
         into = "experts/(gate|up)_proj/kernel"
         if not self.gated:
             into = "experts/up_proj/kernel"
+        out = P("expert", ("tensor", *GATHERED_AXES))
         params: list[ParamRow] = [
             ("router/kernel", P(fsdp)),  # [d, expert]
-            (into, P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
-            ("experts/down_proj/kernel", P("expert", ("tensor", "fsdp"))),  # [expert, d_ff, d]
+            (into, P("expert", GATHERED_AXES, "tensor")),  # [expert, d, d_ff]
+            ("experts/down_proj/kernel", out),  # [expert, d_ff, d]
         ]
         if self.bias:
             params.append((into.replace("kernel", "bias"), P("expert", "tensor")))

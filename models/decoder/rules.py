@@ -22,6 +22,7 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.multi_token import NORMS, ahead_rows
 from spmd.models.decoder.norms import norm_leaves
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
+from spmd.sharding.mesh import GATHERED_AXES
 from spmd.sharding.rules import Replicate, Rules, replicate
 
 _ROUTER_BIASES = "router/(logit_)?bias"
@@ -47,10 +48,10 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
     """
     if split_vocab is None:
         split_vocab = config.vocab % 2 == 0
-    fsdp: Axes = "fsdp"
+    fsdp: Axes = GATHERED_AXES
     lookup: Axes = ("data", "expert")
     if config.router is not None:
-        fsdp = ("fsdp", "expert")
+        fsdp = ("fsdp", "expert", "sequence")
         lookup = "data"
     rows = _embedding(config, fsdp, lookup, split_vocab=split_vocab)
     for spec in config.pattern.distinct:
@@ -99,18 +100,20 @@ def replicated_kv(rules: Rules) -> Rules:
 
 def _embedding(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> TableRows:
     """Return the rows of embedding, positions and residual stream."""
-    stored = P("pipe", (*each_axis(fsdp), "tensor"))  # [vocab, d]
+    columns = (*each_axis(fsdp), "tensor")
+    stored = P("pipe", columns)  # [vocab, d]
     if not split_vocab:
-        stored = P(None, (*each_axis(fsdp), "tensor", "pipe"))
+        stored = P(None, (*columns, "pipe"))
     params: list[ParamRow] = [("embed/embedding", stored)]
     if config.positions:
         params.append(("positions", P(None, fsdp)))
+    before = tuple(axis for axis in each_axis(fsdp) if axis != "sequence")
     # [batch, seq, …]: every column's owner sees all tokens, then two short exchanges instead of a
     # full copy
     activations = (
-        ("embed_tokens", P(lookup, "sequence")),
-        ("embed_rows", P(lookup, "sequence", (*each_axis(fsdp), "tensor"))),
-        ("embed_exchange", P(lookup, "sequence", fsdp)),
+        ("embed_tokens", P(lookup)),
+        ("embed_rows", P(lookup, None, columns)),
+        ("embed_exchange", P(lookup, "sequence", before)),
         ("residual", HIDDEN),
     )
     return TableRows(tuple(params), activations)

@@ -17,7 +17,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import METRICS, OPTIMIZER, read_comm, read_names, read_scope
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
-from spmd.sharding.optimizer_state import drop_fsdp
+from spmd.sharding.optimizer_state import drop_gathered
 from spmd.sharding.rules import spec_text
 
 NO_RULE = "no rule"
@@ -184,7 +184,7 @@ class _Search:
         if entry is None:
             return
         # A gather over axes that split the parameter during its use, too, has another purpose.
-        used = _axes(drop_fsdp(entry.spec))
+        used = _axes(drop_gathered(entry.spec))
         if origin.is_sum or not used.intersection(origin.axes):
             yield self._rule(entry, self._use(entry, origin))
 
@@ -250,7 +250,7 @@ class _Search:
             return GRADIENT
         axes = set(origin.axes)
         if origin.is_sum:
-            if axes <= _axes(drop_fsdp(entry.spec)) and origin.operation in _PRODUCTS:
+            if axes <= _axes(drop_gathered(entry.spec)) and origin.operation in _PRODUCTS:
                 return PRODUCT
             return GRADIENT
         is_gather = "all-gather" in (record.kind, record.equivalent_kind) and axes <= _axes(

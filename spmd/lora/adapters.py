@@ -33,7 +33,7 @@ from spmd.plan.fsdp import params_for_forward
 from spmd.precision import cast_floats
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
-from spmd.sharding.optimizer_state import drop_fsdp
+from spmd.sharding.optimizer_state import drop_gathered
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.rules import Replicate, Rules, first_path, matches, replicate
 
@@ -277,7 +277,7 @@ def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
             continue  # the plan reports it
         spec = P()
         if not isinstance(match.requested, Replicate):
-            spec = drop_fsdp(match.requested)
+            spec = drop_gathered(match.requested)
         unsplit = len(shape) - len(leading) - len(spec)
         entries = (*spec, *(None,) * unsplit)
         rows[re.escape(name) + LORA_A] = _split(*entries[:-1], None)

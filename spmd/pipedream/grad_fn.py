@@ -37,7 +37,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_SPEC
-from spmd.sharding.optimizer_state import drop_axis, drop_fsdp
+from spmd.sharding.optimizer_state import drop_axis, drop_gathered
 
 _STREAMS = ("inputs", "arrived", "sent_back")
 
@@ -243,7 +243,7 @@ class InFlight(GradTransform):
             else:
                 spec = _stage_spec(rest, gradients)
             if plan.zero < 3:
-                spec = drop_fsdp(spec)
+                spec = drop_gathered(spec, ("fsdp",))
             state[path] = StateArray(x.shape, x.dtype, spec)
         return state
 

@@ -33,7 +33,7 @@ from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
 from spmd.plan.unseen import unseen_problems
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh, chip_of_mesh
-from spmd.sharding.optimizer_state import drop_fsdp
+from spmd.sharding.optimizer_state import drop_gathered
 
 F = TypeVar("F", bound=Callable)
 
@@ -117,7 +117,7 @@ def annotate_param(
 ) -> tuple[jax.Array, ParamPlacement | None]:
     """Mark a parameter as an activation; return its placement as an activation.
 
-    That placement is over `fsdp` only where the plan splits the parameter over `fsdp`. The
+    That placement is split over the axes of gathers only where the plan splits the parameter so. The
     parameter and its gradient are first constrained to the plan's own specs: XLA:TPU aborts if it
     looks up rows of a table, or adds gradients of rows to a table, with columns split over fewer
     axes than those of the rows.
@@ -125,12 +125,12 @@ def annotate_param(
     if param is None:
         return x, None
     spec = _spec_of(current(), name)
-    whole = drop_fsdp(spec)
+    whole = drop_gathered(spec)
     placed = dataclasses.replace(
         param,
-        param_spec=spec if _has_fsdp(param.param_spec) else whole,
+        param_spec=spec if _is_gathered(param.param_spec) else whole,
         compute_spec=whole,
-        grad_spec=spec if _has_fsdp(param.grad_spec) else whole,
+        grad_spec=spec if _is_gathered(param.grad_spec) else whole,
         comm=param.comm.without_codec(),
     )
     for split in (param, placed):
@@ -138,8 +138,8 @@ def annotate_param(
     return checkpoint_name(x, name), placed
 
 
-def _has_fsdp(spec: P) -> bool:
-    return drop_fsdp(spec) != spec
+def _is_gathered(spec: P) -> bool:
+    return drop_gathered(spec) != spec
 
 
 def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
-from spmd.sharding.mesh import AnyMesh, shards_of
+from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
 from spmd.sharding.param_comm import PLAIN, ParamComm
 from spmd.sharding.rules import Match, spec_text
@@ -21,7 +21,8 @@ class ParamPlacement:
 
     Attributes:
         param_spec: The spec in the training state.
-        compute_spec: The spec in a matmul: as stored, but gathered over `fsdp`.
+        compute_spec: The spec in a matmul: as stored, but gathered over `fsdp` and
+            `sequence`.
         grad_spec: The spec of the reduced gradient, by the ZeRO stage.
         stacks: The stacks of the parameter, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering
@@ -150,6 +151,15 @@ class PlanEntry:
         return "  ".join(self.row)
 
 
+def _dropped(before: P, after: P, sizes: Mapping[str, int]) -> str:
+    """Return the axes above size 1 of a spec that another one lacks; all of them if none is."""
+    lost = []
+    for one, other in zip(before, after, strict=True):
+        lost += [axis for axis in entry_axes(one) if axis not in entry_axes(other)]
+    large = [axis for axis in lost if sizes[axis] > 1]
+    return "+".join(dict.fromkeys(large or lost))
+
+
 def make_entry(
     path: str,
     array: Any,
@@ -174,7 +184,7 @@ def make_entry(
     if match.reason:
         reasons.append(match.reason)
     if spec != match.spec:
-        reasons.append(f"zero={zero}: whole over fsdp")
+        reasons.append(f"zero={zero}: whole over {_dropped(match.spec, spec, axes)}")
     return PlanEntry(
         path=path,
         shape=shape,

@@ -37,7 +37,7 @@ from spmd.settings.quantize import RECIPES, QuantizationRecipe, parse_table, tab
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of, stacked_text
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes, without_host_memory
-from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
+from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_gathered, optimizer_specs
 from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
@@ -236,14 +236,14 @@ def _audit_sequence_axis(mesh: AnyMesh, specs: Sequence[P]) -> list[Problem]:
 
 
 def apply_zero(match: Match, table: str, zero: int) -> P:
-    """Return the spec of a table under a ZeRO stage: with or without the `fsdp` axis.
+    """Return the spec of a table under a ZeRO stage: as stored, or as in a parameter's use.
 
     Args:
         table: `params`, `gradients` or `optimizer`.
     """
     if table in ZERO_KEEPS[zero]:
         return match.spec
-    return drop_fsdp(match.spec)
+    return drop_gathered(match.spec)
 
 
 def resolve_placement(
@@ -253,7 +253,7 @@ def resolve_placement(
     spec = match.requested
     if isinstance(spec, Replicate):
         spec = P()
-    used = drop_fsdp(spec)
+    used = drop_gathered(spec)
     kept = []
     for table in ("params", "gradients"):
         kept.append(spec if table in ZERO_KEEPS[zero] else used)

@@ -8,6 +8,7 @@
 
 An axis that does not divide a dimension is skipped, and the split with the most parts is taken. A
 dimension before those two may be of experts, and is split over `expert` where that axis is above 1.
+Where `sequence` is above 1 it stands beside `fsdp`.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from spmd.errors import Problem, RuleError, describe_value
 from spmd.model_interface.model import Model
 from spmd.sharding.flax_metadata import flatten_module
 from spmd.sharding.layer_paths import Stack, dims_of, own_stacks, without_dims
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import GATHERED_AXES, AnyMesh, shards_of
 from spmd.sharding.optimizer_state import is_random_key
 from spmd.sharding.rules import Replicate, Rules, replicate
 from spmd.sharding.strict_rules import StrictRule, TableParam, Value, as_python, strict_rules
@@ -150,7 +151,7 @@ def _check_leaves(leaves: Mapping[str, Any]) -> None:
 class _Axes:
     """The axes of a mesh by their part in a table; empty for none."""
 
-    rows: str
+    rows: str | tuple[str, ...]
     columns: str
     experts: str = ""
 
@@ -162,7 +163,10 @@ class _Axes:
             experts = ""
             if mesh.shape["expert"] > 1:
                 experts = "expert"
-            return cls("fsdp", "tensor", experts)
+            rows: str | tuple[str, ...] = "fsdp"
+            if mesh.shape["sequence"] > 1:
+                rows = GATHERED_AXES
+            return cls(rows, "tensor", experts)
         if len(names) == 1:
             return cls(names[0], "")
         return cls(names[0], names[-1])
@@ -211,7 +215,7 @@ def _specs(shape: tuple[int, ...], axes: _Axes) -> Iterator[P]:
         pairs.reverse()
     first, second = pairs[0]
     single = [(first, None), (second, None), (None, first), (None, second)]
-    before: list[tuple[str | None, ...]] = [(None,) * len(leading)]
+    before: list[tuple[Any, ...]] = [(None,) * len(leading)]
     if leading and axes.experts:
         before.insert(0, (*before[0][1:], axes.experts))
     for start, end in itertools.product(before, (*pairs, *single)):
@@ -226,9 +230,10 @@ def _parts(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> int:
     for size, name in zip(shape, spec, strict=True):
         if not name:
             continue
-        if size % sizes[name]:
+        shards = shards_of(name, sizes)
+        if size % shards:
             return 0
-        parts *= sizes[name]
+        parts *= shards
         is_split = True
     return parts if is_split else 0
 

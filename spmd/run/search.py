@@ -197,14 +197,14 @@ class ClosedFormTimes:
         return self._networks[sizes]
 
     def _state_bytes(self, work: Workload) -> float:
-        fsdp = work.mesh["fsdp"]
+        parts = work.gathered_parts
         shards = work.mesh["tensor"] * work.mesh["pipe"] * work.mesh["expert"]
         state = work.params * self.model.state_bytes / shards
         if work.zero:
-            state /= fsdp
-        if work.zero in (1, 2) and fsdp > 1:
+            state /= parts
+        if work.zero in (1, 2) and parts > 1:
             # Parameters stay whole, at 4 bytes each.
-            state += work.params * 4 / shards * (1 - 1 / fsdp)
+            state += work.params * 4 / shards * (1 - 1 / parts)
         return state
 
 
@@ -408,7 +408,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     remats = dict.fromkeys((*known, config.remat))
     offloads = dict.fromkeys((config.offload, _STATE))
     for shape in _mesh_shapes(config, topology):
-        zeros = (3, 1) if shape.fsdp > 1 else (0,)
+        zeros = (3, 1) if _splits_state(config, shape) else (0,)
         schedules = ("1f1b", "interleaved") if shape.pipe > 1 else ("1f1b",)
         choices = itertools.product(zeros, remats, _MICROBATCHES, schedules, offloads)
         for zero, remat, parts, schedule, offload in choices:
@@ -490,7 +490,7 @@ def _values_to_try(name: str, value: Any, mesh: MeshShape) -> list[Any]:
     Nothing returns to the device from host memory, since no flag says so.
     """
     values = [value]
-    if name == "zero" and mesh.fsdp == 1:
+    if name == "zero" and mesh.fsdp * mesh.sequence == 1:
         return values
     for other in _STEP_SETTINGS[name]:
         if type(other) is not type(value) or other in values:
@@ -571,7 +571,7 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
     remats = dict.fromkeys((config.remat, *known))
     offloads = dict.fromkeys((config.offload, _STATE, _STATE_AND_PARAMS))
     zeros = dict.fromkeys((config.zero, 3))
-    if own["mesh"].fsdp == 1:
+    if not _splits_state(config, own["mesh"]):
         zeros = dict.fromkeys((config.zero,))
     for offload, remat, times, zero in itertools.product(offloads, remats, _MICROBATCHES, zeros):
         microbatches = _times_as_many(setup, times)
@@ -628,6 +628,11 @@ def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshS
                 sequence=sequence,
                 tensor=tensor,
             )
+
+
+def _splits_state(config: TrainConfig[Any], shape: MeshShape) -> bool:
+    """Return whether a ZeRO stage changes anything on a mesh."""
+    return any(shape.sizes[axis] > 1 for axis in config.rules.gathered_axes)
 
 
 def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) -> bool:

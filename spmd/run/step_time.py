@@ -222,6 +222,7 @@ def workload(
         offloaded=_offloaded_bytes(remat, widths, model.hidden),
         bubble=bubble,
         context=_context(config, platform),
+        gathered_axes=config.rules.gathered_axes,
     )
 
 
@@ -401,7 +402,9 @@ def _data_share(
     rank = powersgd_rank(config.compress.gradients)
     if not rank:
         return 1.0
-    rows = model.width / (mesh.fsdp if config.zero >= 2 else 1)
+    rows: float = model.width
+    if config.zero >= 2:
+        rows /= math.prod(mesh.sizes[axis] for axis in config.rules.gathered_axes)
     columns = model.hidden / mesh.tensor
     return min(1.0, 4 * rank * (rows + columns) / (rows * columns * exchange))
 

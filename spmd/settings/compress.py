@@ -248,7 +248,7 @@ class _Useless(NamedTuple):
 
 def _useless_gather(sizes: Mapping[str, int], zero: int) -> _Useless | None:
     # Experts may continue a split over fsdp.
-    if sizes["fsdp"] * sizes["expert"] == 1:
+    if sizes["fsdp"] * sizes["expert"] * sizes["sequence"] == 1:
         return _Useless("no parameter is split over fsdp", "mesh.fsdp = 1", "mesh.fsdp 2")
     if zero < 3:
         return _Useless("layers gather no parameters", f"zero = {zero}", "zero 3")

@@ -28,6 +28,9 @@ BATCH_AXES = ("data", "fsdp", "expert")
 TOKEN_AXES = (*BATCH_AXES, "sequence")
 """Axes that split the tokens of a batch."""
 
+GATHERED_AXES = ("fsdp", "sequence")
+"""Axes over which a parameter is gathered for its use; no product is split over them."""
+
 BATCH_SPEC = P(BATCH_AXES, "sequence")
 """Spec of a `[batch, sequence]` array of tokens."""
 
@@ -52,7 +55,7 @@ class MeshShape:
     expert: int = 1
     """Expert parallelism: splits experts, and the batch elsewhere."""
     sequence: int = 1
-    """Context parallelism: splits the tokens of one example."""
+    """Context parallelism: splits the tokens of one example, and the training state."""
     tensor: int = 1
     """Tensor parallelism: splits heads and hidden units."""
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.sharding.mesh import as_entry, entry_axes, shards_of
+from spmd.sharding.mesh import GATHERED_AXES, as_entry, entry_axes, shards_of
 
 ZeroStage = Literal[0, 1, 2, 3]
 
@@ -30,7 +30,7 @@ ZERO_KEEPS: dict[int, tuple[str, ...]] = {
     2: ("optimizer", "gradients"),
     3: ("optimizer", "gradients", "params"),
 }
-"""ZeRO stage → the tables that keep the `fsdp` axis.
+"""ZeRO stage → the tables that stay split over the axes that parameters are gathered over.
 
 Rajbhandari et al., arXiv:1910.02054, section 5.
 """
@@ -96,30 +96,30 @@ def drop_axis(spec: P, axis: str) -> P:
     """
     entries = []
     for entry in spec:
-        entries.append(_entry_without(axis, entry))
+        kept = [name for name in entry_axes(entry) if name != axis]
+        entries.append(as_entry(kept))
     return P(*entries)
 
 
-def drop_fsdp(spec: P) -> P:
-    """Return the spec without `fsdp`, and without `expert` in a dimension split over `fsdp` too.
+def drop_gathered(spec: P, axes: Collection[str] = GATHERED_AXES) -> P:
+    """Return the spec of a parameter in its use, without the axes that it is gathered over.
+
+    These are `axes`, and `expert` in a dimension that is split over one of them too.
 
     Example:
-        >>> drop_fsdp(P(("fsdp", "expert"), "tensor")) == P(None, "tensor")
+        >>> drop_gathered(P(("fsdp", "expert", "sequence"), "tensor")) == P(None, "tensor")
         True
-        >>> drop_fsdp(P("expert", "fsdp", "tensor")) == P("expert", None, "tensor")
+        >>> drop_gathered(P("expert", "fsdp", "tensor")) == P("expert", None, "tensor")
         True
     """
     entries = []
     for entry in spec:
-        if "fsdp" in entry_axes(entry):
-            entry = _entry_without("expert", entry)
-        entries.append(_entry_without("fsdp", entry))
+        dropped = {*axes}
+        if not dropped.isdisjoint(entry_axes(entry)):
+            dropped.add("expert")
+        kept = [axis for axis in entry_axes(entry) if axis not in dropped]
+        entries.append(as_entry(kept))
     return P(*entries)
-
-
-def _entry_without(axis: str, entry: Any) -> Any:
-    """Return an entry of a spec without one mesh axis."""
-    return as_entry([name for name in entry_axes(entry) if name != axis])
 
 
 def is_random_key(leaf: Any) -> bool:

@@ -43,7 +43,7 @@ from spmd.sharding.layer_paths import (
     strip_layer_numbers,
     undivided_stacks,
 )
-from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
+from spmd.sharding.mesh import GATHERED_AXES, AnyMesh, entry_axes, shards_of
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.tree_shardings import check_mesh, tree_shardings
 
@@ -184,6 +184,20 @@ class Rules:
     def logical_rows(self) -> LogicalRules:
         """The logical rows, each with a tuple of axes."""
         return logical_rules(self.logical)
+
+    @functools.cached_property
+    def gathered_axes(self) -> tuple[str, ...]:
+        """The axes that parameters are gathered over for their use.
+
+        Example:
+            >>> Rules([("up/kernel", P("fsdp", "tensor"))]).gathered_axes
+            ('fsdp',)
+        """
+        split = set[str]()
+        for _, value in self.params:
+            if isinstance(value, P):
+                split.update(_axes_of(value))
+        return tuple(axis for axis in GATHERED_AXES if axis in split)
 
     @functools.cached_property
     def batch_table(self) -> BatchTable:

@@ -15,11 +15,12 @@ waiting for the slowest slice.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.chips import ClosedRates
 from spmd.observe.metrics import transformer_flops
+from spmd.sharding.mesh import GATHERED_AXES
 from spmd.step_time.network import Network
 
 _FORWARD, _BACKWARD = 1.0, 2.5
@@ -61,6 +62,7 @@ class Workload:
         bubble: Idle time of a stage, relative to its working time.
         is_fused: Whether a compiler fuses element-wise operations.
         context: Algorithm of attention over a split sequence.
+        gathered_axes: Axes that split the state, and over which parameters are gathered.
     """
 
     layers: int
@@ -94,6 +96,12 @@ class Workload:
     matmul_params: float = 0.0
     is_fused: bool = True
     context: str = "ring"
+    gathered_axes: tuple[str, ...] = GATHERED_AXES
+
+    @property
+    def gathered_parts(self) -> int:
+        """Number of devices that a parameter is gathered from."""
+        return math.prod(self.mesh[axis] for axis in self.gathered_axes)
 
     @property
     def tokens(self) -> float:
@@ -136,9 +144,10 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
     parts["memory-bound work"] = _memory_seconds(work, network, rates)
     offloading = _offload_seconds(work, network)
     parts["host transfers"] = max(0.0, offloading - parts["matmuls"] / 3)
-    for axis, seconds in collective_seconds(work, network, rates.hop).items():
-        share = rates.exposed if axis in ("fsdp", "data") else 1.0
-        parts[f"exposed collectives over {axis}"] = seconds * share
+    for axes, seconds in collective_seconds(work, network, rates.hop).items():
+        share = rates.exposed if axes in (work.gathered_axes, ("data",)) else 1.0
+        name = f"exposed collectives over {axes_above_one(axes, work.mesh)}"
+        parts[name] = parts.get(name, 0.0) + seconds * share
     for name in parts:
         if name != "exposed collectives over data":  # once a step
             parts[name] *= work.microbatches
@@ -206,7 +215,7 @@ def _own_params(work: Workload) -> float:
     """Return the parameters in the memory of one device, between steps."""
     shards = _layer_shards(work) * work.mesh["expert"]
     if work.zero:
-        shards *= work.mesh["fsdp"]
+        shards *= work.gathered_parts
     return work.params / shards
 
 
@@ -218,24 +227,36 @@ def _optimizer_seconds(work: Workload, network: Network) -> float:
     return _own_params(work) * work.state_bytes / bandwidth
 
 
-def collective_seconds(work: Workload, network: Network, hop: float = 0.0) -> dict[str, float]:
-    """Return mesh axis → seconds of its collectives in one microbatch; of `data`, in one step."""
-    found: dict[str, float] = {}
+def axes_above_one(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
+    """Return the axes of a size above 1 as text.
+
+    Example:
+        >>> axes_above_one(("fsdp", "sequence"), {"fsdp": 4, "sequence": 1})
+        'fsdp'
+    """
+    return "+".join(axis for axis in axes if mesh[axis] > 1)
+
+
+def collective_seconds(
+    work: Workload, network: Network, hop: float = 0.0
+) -> dict[tuple[str, ...], float]:
+    """Return mesh axes → seconds of their collectives in one microbatch; of `data`, in one step."""
+    found: dict[tuple[str, ...], float] = {}
     layers = work.layers / work.mesh["pipe"]
     for sent in (*_parameter_transfers(work), *_activation_transfers(work)):
-        if work.mesh[sent.axis] <= 1:
+        if math.prod(work.mesh[axis] for axis in sent.axes) <= 1:
             continue
-        group = network.axis_group((sent.axis,))
+        group = network.axis_group(sent.axes)
         late = hop * (network.extent(group).parts - 1) * layers
         seconds = sent.times * network.seconds(sent.kind, sent.payload, group)
-        found[sent.axis] = found.get(sent.axis, 0.0) + seconds + late
+        found[sent.axes] = found.get(sent.axes, 0.0) + seconds + late
     return found
 
 
 class _Transfer(NamedTuple):
-    """Collectives over a mesh axis: a payload in bytes, and the number of executions."""
+    """Collectives over mesh axes: a payload in bytes, and the number of executions."""
 
-    axis: str
+    axes: tuple[str, ...]
     kind: str
     payload: float
     times: float
@@ -250,14 +271,14 @@ def _parameter_transfers(work: Workload) -> Iterator[_Transfer]:
         gathers = 0
     else:  # once a step
         gathers = 1 / work.microbatches
-    yield _Transfer("fsdp", "all-gather", own * work.gathered_bytes, gathers)
+    yield _Transfer(work.gathered_axes, "all-gather", own * work.gathered_bytes, gathers)
     reduction = "all-reduce"
     shard = own
     if work.zero >= 2:
         reduction = "reduce-scatter"
-        shard = own / work.mesh["fsdp"]
-    yield _Transfer("fsdp", reduction, own * work.reduced_bytes, 1)
-    yield _Transfer("data", "all-reduce", shard * work.reduced_bytes * work.data_share, 1)
+        shard = own / work.gathered_parts
+    yield _Transfer(work.gathered_axes, reduction, own * work.reduced_bytes, 1)
+    yield _Transfer(("data",), "all-reduce", shard * work.reduced_bytes * work.data_share, 1)
 
 
 def _attention_transfers(work: Workload, tokens: float, layers: float) -> Iterator[_Transfer]:
@@ -267,13 +288,15 @@ def _attention_transfers(work: Workload, tokens: float, layers: float) -> Iterat
     again = work.recomputed > 0
     own = 2 * tokens * work.kv_width * 2 / tensor  # keys and values of a device
     if work.context == "gather":
-        yield _Transfer("sequence", "all-gather", own * parts, layers * (2 + again))
-        yield _Transfer("sequence", "reduce-scatter", own * parts, layers)
+        yield _Transfer(("sequence",), "all-gather", own * parts, layers * (2 + again))
+        yield _Transfer(("sequence",), "reduce-scatter", own * parts, layers)
     elif work.context == "all-to-all":
         exchanged = own + 2 * tokens * work.attention_width * 2 / tensor
-        yield _Transfer("sequence", "all-to-all", exchanged, layers * (2 + again))
+        yield _Transfer(("sequence",), "all-to-all", exchanged, layers * (2 + again))
     else:
-        yield _Transfer("sequence", "collective-permute", own * (parts - 1), layers * (3 + again))
+        yield _Transfer(
+            ("sequence",), "collective-permute", own * (parts - 1), layers * (3 + again)
+        )
 
 
 def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
@@ -284,9 +307,9 @@ def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     again = work.recomputed > 0
     tokens = _device_tokens(work)
     stream = tokens * work.width * 2
-    yield _Transfer("tensor", "all-gather", stream, layers * (4 + again))
-    yield _Transfer("tensor", "reduce-scatter", stream, layers * (4 + again))
+    yield _Transfer(("tensor",), "all-gather", stream, layers * (4 + again))
+    yield _Transfer(("tensor",), "reduce-scatter", stream, layers * (4 + again))
     routed = stream * work.routed / tensor
-    yield _Transfer("expert", "all-to-all", routed, layers * (4 + 2 * again))
+    yield _Transfer(("expert",), "all-to-all", routed, layers * (4 + 2 * again))
     yield from _attention_transfers(work, tokens, layers)
-    yield _Transfer("pipe", "collective-permute", stream / tensor, 2)
+    yield _Transfer(("pipe",), "collective-permute", stream / tensor, 2)

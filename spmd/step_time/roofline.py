@@ -10,7 +10,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from spmd.step_time.closed_form import ClosedRates, Workload, closed_form, collective_seconds
+from spmd.step_time.closed_form import (
+    ClosedRates,
+    Workload,
+    axes_above_one,
+    closed_form,
+    collective_seconds,
+)
 from spmd.step_time.network import Network
 
 
@@ -19,9 +25,9 @@ class Roofline:
     """Rooflines of one step; None where an axis has size 1.
 
     Attributes:
-        communication: Axis → seconds of its collectives in one step, hidden or not.
-        critical_batch: Least number of examples in a step with which gathers and reductions over
-            `fsdp` can be hidden.
+        communication: Axes → seconds of their collectives in one step, hidden or not.
+        critical_batch: Least number of examples in a step with which gathers of parameters and
+            reductions of gradients can be hidden.
         largest_tensor: Size of `tensor` up to which matmuls take longer than its collectives.
         largest_fsdp: Size of `fsdp` up to which its collectives can be hidden, with this batch.
         slice_batch: Least number of examples on one slice with which gradients between slices can
@@ -45,7 +51,7 @@ class Roofline:
         yield f"collectives of a step, hidden or not: {times or 'none'}"
         if self.critical_batch is not None:
             batch = math.ceil(self.critical_batch)
-            yield f"gathers over fsdp can be hidden from a batch of {batch:,} on"
+            yield f"gathers of parameters can be hidden from a batch of {batch:,} on"
         if self.largest_fsdp is not None:
             yield f"with this batch, up to fsdp {_power(self.largest_fsdp):,}"
         if self.largest_tensor is not None:
@@ -64,21 +70,27 @@ def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -
     """Return the rooflines of a step on a machine, and the time of a number of steps."""
     parts = closed_form(work, network, rates)
     matmuls = parts["matmuls"]
-    communication = {}
-    for axis, seconds in collective_seconds(work, network, rates.hop).items():
-        times = 1 if axis == "data" else work.microbatches
-        communication[axis] = seconds * times
-    fsdp = communication.get("fsdp")
-    tensor = communication.get("tensor")
+    of_axes = {}
+    communication = dict[str, float]()
+    for axes, seconds in collective_seconds(work, network, rates.hop).items():
+        times = 1 if axes == ("data",) else work.microbatches
+        of_axes[axes] = seconds * times
+        name = axes_above_one(axes, work.mesh)
+        communication[name] = communication.get(name, 0.0) + of_axes[axes]
+    gathers = of_axes.get(work.gathered_axes)
+    tensor = of_axes.get(("tensor",))
+    largest_fsdp = None
+    if gathers and work.mesh["fsdp"] > 1:
+        largest_fsdp = work.mesh["fsdp"] * matmuls / gathers
     crossing = _gradients_between_slices(work, network)
     slice_batch = None
     if crossing:
         slice_batch = work.batch / network.topology.slices * crossing / matmuls
     return Roofline(
         communication=communication,
-        critical_batch=fsdp and work.batch * fsdp / matmuls,
+        critical_batch=gathers and work.batch * gathers / matmuls,
         largest_tensor=tensor and work.mesh["tensor"] * matmuls / tensor,
-        largest_fsdp=fsdp and work.mesh["fsdp"] * matmuls / fsdp,
+        largest_fsdp=largest_fsdp,
         slice_batch=slice_batch,
         model_flops=work.model_flops,
         hardware_flops=work.hardware_flops,

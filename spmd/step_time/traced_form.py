@@ -149,10 +149,10 @@ def _add_state(work: TracedWork, plan: ShardingPlan) -> None:
         work.sent["all-gather", transfer.axes, transfer.bytes] += passes
     for transfer in reductions(plan):
         work.sent["reduce-scatter", transfer.axes, transfer.bytes] += 1
-    fsdp = plan.mesh.shape["fsdp"]
-    if plan.zero in (1, 2) and fsdp > 1:  # updated in shards, and stored whole
+    split = tuple(axis for axis in plan.rules.gathered_axes if plan.mesh.shape[axis] > 1)
+    if plan.zero in (1, 2) and split:  # updated in shards, and stored whole
         whole = plan.bytes_per_device()["params"]
-        work.sent["all-gather", ("fsdp",), whole] += 1
+        work.sent["all-gather", split, whole] += 1
 
 
 def _local_shape(value: TracedValue, axes: Mapping[str, int]) -> tuple[int, ...]:

@@ -31,13 +31,13 @@ from tests.tiers import soak_but
 
 HERE = "tests/numerics/test_causes.py"
 
-GRADIENT = "rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): gradient, ZeRO 3"
-USED = "rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): used whole, ZeRO 3"
-PRODUCT = "rule 'mlp/down_proj/kernel' → P(tensor, fsdp): sum of products"
+GRADIENT = "rule 'mlp/(gate|up)_proj/kernel' → P(fsdp+sequence, tensor): gradient, ZeRO 3"
+USED = "rule 'mlp/(gate|up)_proj/kernel' → P(fsdp+sequence, tensor): used whole, ZeRO 3"
+PRODUCT = "rule 'mlp/down_proj/kernel' → P(tensor, fsdp+sequence): sum of products"
 NORM = "rule '(attention_norm|mlp_norm|norm)/scale' → replicate('norm scales are a few KiB'): gradient, ZeRO 3"
-EMBEDDING = "rule 'embed/embedding' → P(pipe, fsdp+tensor): used whole, ZeRO 3"
-NEW = "rule 'mlp/down_proj/kernel' → P(tensor, fsdp): new value, ZeRO 1"
-EXPERTS = "rule 'experts/down_proj/kernel' → P(expert, tensor+fsdp): used whole, ZeRO 3"
+EMBEDDING = "rule 'embed/embedding' → P(pipe, fsdp+sequence+tensor): used whole, ZeRO 3"
+NEW = "rule 'mlp/down_proj/kernel' → P(tensor, fsdp+sequence): new value, ZeRO 1"
+EXPERTS = "rule 'experts/down_proj/kernel' → P(expert, tensor+fsdp+sequence): used whole, ZeRO 3"
 
 CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind of collective and axes
     (demo, MeshShape(data=2, fsdp=2, tensor=2), 3): [
@@ -58,7 +58,7 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
         ("all-reduce", "fsdp", "metrics at spmd/training/step.py:"),
     ],
     (demo, MeshShape(sequence=2, fsdp=2), 1): [
-        ("all-gather", "fsdp", NEW),
+        ("all-gather", "fsdp+sequence", NEW),
         (
             "collective-permute",
             "sequence",

@@ -157,3 +157,12 @@ def test_experts_are_split_over_their_axis():
     for experts, first in ((2, "expert"), (1, None)):
         mesh = abstract_mesh(MeshShape(expert=experts, fsdp=2, tensor=2))
         assert read(spmd.suggest_rules(params, mesh)).match("experts/kernel").spec[0] == first
+
+
+def test_rows_are_split_over_the_sequence_too():
+    """As in the tables of decoders; where the axis has size 1, no row names it."""
+    params = {"up": {"kernel": jax.ShapeDtypeStruct((16, 64), "float32")}}
+    split = read(spmd.suggest_rules(params, abstract_mesh(MeshShape(fsdp=2, sequence=4))))
+    assert dict(split.params)["kernel"] == P(("fsdp", "sequence"), "tensor")
+    whole = read(spmd.suggest_rules(params, abstract_mesh(MeshShape(fsdp=2))))
+    assert dict(whole.params)["kernel"] == P("fsdp", "tensor")

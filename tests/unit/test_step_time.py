@@ -21,7 +21,7 @@ from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import count_flops, make_setup, planned_mesh
 from spmd.run.load_config import load_config
 from spmd.run.step_time import count_model, estimate_time, workload
-from spmd.sharding.mesh import AXES, MeshShape
+from spmd.sharding.mesh import AXES, GATHERED_AXES, MeshShape
 from spmd.step_time.closed_form import Workload, closed_form, collective_seconds
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.report import StepTime
@@ -118,7 +118,7 @@ def test_stages_of_zero_by_hand() -> None:
 
     def over(zero: int, microbatches: int = 1) -> float:
         numbers = work(sizes, zero=zero, microbatches=microbatches)
-        return collective_seconds(numbers, network("v5e:2x2", **sizes))["fsdp"] / once
+        return collective_seconds(numbers, network("v5e:2x2", **sizes))[GATHERED_AXES] / once
 
     assert over(3) == pytest.approx(3)
     assert over(2, microbatches=4) == pytest.approx(1 / 4 + 1)
@@ -132,7 +132,8 @@ def test_collectives_of_activations_by_hand() -> None:
     """Each axis alone on a line of two chips: a tensor axis gathers and scatters the residual stream four times."""
 
     def over(axis: str, **fields) -> float:
-        return collective_seconds(work({axis: 2}, **fields), network("v5e:1x2", **{axis: 2}))[axis]
+        found = collective_seconds(work({axis: 2}, **fields), network("v5e:1x2", **{axis: 2}))
+        return found[axis,]
 
     stream = TOKENS * 64 * 2
     assert over("tensor") == pytest.approx(4 * 8 * stream / 2 / 1e9)
