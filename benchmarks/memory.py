@@ -8,7 +8,6 @@ Without `--compile` the lines hold the estimate alone, which takes a second each
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 from typing import Any
 
@@ -20,11 +19,6 @@ from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config
 from spmd.run.planned_step import compile_step, estimate_step, topology_mesh
 from spmd.sharding.mesh import MeshShape
-
-
-def versions() -> dict[str, str]:
-    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return {name: installed[name] for name in ("jax", "jaxlib", "libtpu") if name in installed}
 
 
 def measure(
@@ -70,7 +64,7 @@ def measure(
     }
     if options.compile:
         try:
-            compiled = compile_step(setup)[1]
+            compiled = compile_step(setup).memory
             line |= {"compiled": compiled and compiled.to_json()}
             line |= {"ratio": compiled and round(estimate.total / compiled.total, 3)}
         except MemoryError as error:
@@ -109,7 +103,9 @@ def main() -> None:
             for offload in options.offload:
                 held = () if offload == "none" else tuple(offload.split(","))
                 print(
-                    json.dumps(measure(options, zero, remat, held) | {"versions": versions()}),
+                    json.dumps(
+                        measure(options, zero, remat, held) | {"versions": compiler_versions()}
+                    ),
                     flush=True,
                 )
 

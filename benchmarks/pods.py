@@ -21,14 +21,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.analysis.cycles import count_cycles
 from spmd.analysis.hlo import parse
-from spmd.analysis.topology import Topology, missing_extra, parse_topology
+from spmd.analysis.topology import Topology, compiler_versions, missing_extra, parse_topology
+from spmd.distributed.xla_flags import PRESET, flags_for
+from spmd.run.step_time import program_timeline
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
 GIB = 2**30
@@ -48,6 +49,8 @@ class Figures:
         compute: Seconds.
         arguments: GiB of the training state and the batch.
         exchanged: GiB of the buffers of all-to-alls, ragged or not.
+        exposed: Seconds of communication that nothing hides, by the program's schedule.
+        step: Seconds of the step, by the program's schedule; none for GPUs.
     """
 
     temporaries: float | None = None
@@ -57,10 +60,13 @@ class Figures:
     compute: float | None = None
     arguments: float | None = None
     exchanged: float | None = None
+    exposed: float | None = None
+    step: float | None = None
 
 
+_SECONDS = ("compute", "exposed", "step")
 UNITS = {
-    field.name: "s" if field.name == "compute" else "GiB" for field in dataclasses.fields(Figures)
+    field.name: "s" if field.name in _SECONDS else "GiB" for field in dataclasses.fields(Figures)
 }
 
 
@@ -69,7 +75,8 @@ class Job:
     """A config on a machine.
 
     Attributes:
-        maxtext: MaxText's figures.
+        maxtext: MaxText's figures with the compiler's default flags.
+        equal: MaxText's figures with the flags of ours.
         maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not
             compared.
         sequences: For each device.
@@ -83,6 +90,7 @@ class Job:
     mesh: Mapping[str, int]
     bars: Figures
     maxtext: Figures = Figures()
+    equal: Figures = Figures()
     maxtext_arguments: Sequence[str] = ()
     sequences: float = 1
     tokens: int = 8192
@@ -316,11 +324,19 @@ JOBS = (
 
 
 def figures(
-    memory: Mapping[str, int], records: Sequence[Mapping[str, Any]], seconds: float | None
+    memory: Mapping[str, int],
+    records: Sequence[Mapping[str, Any]],
+    seconds: float | None,
+    exposed: float | None,
+    step: float | None,
 ) -> Figures:
     """Return the figures of a program.
 
-    Records of collectives are those of `CollectiveAudit.to_json`.
+    Args:
+        records: Of collectives, from `CollectiveAudit.to_json`.
+        seconds: Of the cycles.
+        exposed: Seconds of collectives that nothing hides.
+        step: Predicted seconds.
     """
 
     def sent(*kinds: str) -> float:
@@ -336,6 +352,8 @@ def figures(
         compute=seconds,
         arguments=memory["arguments"] / GIB,
         exchanged=sent("all-to-all", "ragged-all-to-all"),
+        exposed=exposed,
+        step=step,
     )
 
 
@@ -357,13 +375,32 @@ def measure(job: Job) -> Figures:
     plan = json.loads(done.stdout) if done.stdout else {}
     if "collectives" not in plan:
         raise RuntimeError(done.stderr[-2000:] or "the compiler refuses the step")
+    time = plan.get("time", {})
+    exposed = None
+    if time:
+        exposed = sum(each["exposed"] for each in time["collectives"])
     return figures(
-        plan["memory"]["compiled"], plan["collectives"], plan.get("compute", {}).get("seconds")
+        plan["memory"]["compiled"],
+        plan["collectives"],
+        plan.get("compute", {}).get("seconds"),
+        exposed,
+        time.get("seconds"),
     )
 
 
-def measure_maxtext(job: Job, python: str) -> Figures:
-    """Compile the job's step with MaxText, and read it as ours is read; errors as of `measure`."""
+def our_flags(job: Job) -> str:
+    """Return the flags of our steps on the job's chip, as MaxText takes them."""
+    chip = job.machine.chip
+    flags = flags_for((PRESET,), chip.platform, chip.device_kind, crossing=False)
+    return " ".join(f"--{flag}" for flag in flags)
+
+
+def measure_maxtext(job: Job, python: str, flags: str) -> Figures:
+    """Compile the job's step with MaxText, and read it as ours is read; errors as of `measure`.
+
+    Args:
+        flags: XLA's, besides its defaults.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
         common = ["compile_topology_num_slices=1", f"per_device_batch_size={job.sequences}"]
@@ -374,17 +411,24 @@ def measure_maxtext(job: Job, python: str) -> Figures:
             "dataset_type=synthetic",
             "run_name=pods",
         ]
+        common += [f"compile_xla_flags={flags}"]
         common += [f"base_output_directory={folder}", *job.maxtext_arguments]
         script = [python, str(Path(__file__).with_name("maxtext_step.py")), str(file)]
         done = run([*script, *common], JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", PYTHONPATH="")
         if not file.exists():
             raise RuntimeError(done.stderr[-2000:])
         found = json.loads(file.read_text(encoding="utf-8"))
-    program, mesh = parse(found["text"]), abstract_mesh(MeshShape(**job.mesh))
+    shape = MeshShape(**job.mesh)
+    program, mesh = parse(found["text"]), abstract_mesh(shape)
     cycles, clock = count_cycles(program, {}), job.machine.chip.clock
     audit = audit_collectives(program, mesh, backend=job.machine.platform)
+    line = program_timeline(program, job.machine, shape, {})
     return figures(
-        found["memory"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"]
+        found["memory"],
+        audit.to_json()["collectives"],
+        cycles and cycles.to_json(clock)["seconds"],
+        sum(line.exposed.values()),
+        sum(line.spent.values()),
     )
 
 
@@ -404,16 +448,6 @@ def line(label: str, row: Figures) -> str:
         for name, value in dataclasses.asdict(row).items()
     )
     return f"{label:12}" + "".join(f"{cell:>13}" for cell in cells)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what compiles."""
-    installed = {
-        distribution.metadata["Name"]: distribution.version
-        for distribution in metadata.distributions()
-    }
-    compilers = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
-    return {name: installed[name] for name in compilers if name in installed}
 
 
 def main() -> int:
@@ -441,7 +475,7 @@ def main() -> int:
         print(f"\n{job.name}: {job.config} on {job.topology}, {sizes}", flush=True)
         row: dict[str, Any] = {
             "job": job.name,
-            "versions": versions(),
+            "versions": compiler_versions(),
             "bars": dataclasses.asdict(job.bars),
         }
         try:
@@ -455,9 +489,15 @@ def main() -> int:
                 print(f"missed: {'; '.join(row['missed'])}", flush=True)
                 code = 1
             if job.maxtext_arguments:
-                maxtext = measure_maxtext(job, options.maxtext) if options.maxtext else job.maxtext
-                row |= {"maxtext": dataclasses.asdict(maxtext)}
-                print(line("MaxText", maxtext), flush=True)
+                default, equal = job.maxtext, job.equal
+                if options.maxtext:
+                    default = measure_maxtext(job, options.maxtext, "")
+                    equal = measure_maxtext(job, options.maxtext, our_flags(job))
+                row |= {
+                    "maxtext": dataclasses.asdict(default),
+                    "maxtext_equal_flags": dataclasses.asdict(equal),
+                }
+                print(line("MaxText", default), line("equal flags", equal), sep="\n", flush=True)
         except RuntimeError as error:
             print(f"not compiled: {error}", flush=True)
             code = code or 2

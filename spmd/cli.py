@@ -19,6 +19,7 @@ import jax
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, CheckStepCommand, run_check
 from spmd.commands.compile import CompileCommand, run_compile
+from spmd.commands.diff import DiffCommand, run_diff
 from spmd.commands.doctor import DoctorCommand, run_doctor
 from spmd.commands.evaluate import EvalCommand, run_eval
 from spmd.commands.export_hf import ExportCommand, run_export
@@ -56,6 +57,8 @@ usage: spmd COMMAND …
        [--estimate] [--time] [--trace FILE]          time of a step: closed forms; its schedule
        [--diff CONFIG]                               difference from another config's plan
        [--schedule] [--svg FILE]                     chart of the pipeline schedule
+  spmd diff A B [--topology T] [--limits.time 3]     two compiled steps: what changed, and why; 1 if
+                                                     one is worse by more than its limits
   spmd compile CONFIG --topology T [--out DIR]       the step for a machine, before it is rented
   spmd report CONFIG [--topology T] --out FILE.html  a page with charts of a plan
   spmd report RUN [RUN] --out FILE.html              … of a run, or of two side by side
@@ -87,6 +90,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "launch": (run_launch, (LaunchCommand, TrainCommand)),
     "script": (run_script, (*JOBS.values(), TrainCommand)),
     "plan": (run_plan, (PlanCommand,)),
+    "diff": (run_diff, (DiffCommand,)),
     "compile": (run_compile, (CompileCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),

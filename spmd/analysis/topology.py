@@ -5,9 +5,11 @@
 simulated devices. XLA compiles for all of them on any machine, but for AMD's GPUs.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.metadata
 import importlib.util
 import math
 import re
@@ -408,6 +410,18 @@ def missing_extra(topology: Topology) -> Problem | None:
         f"needs {compiler}, which is not installed; no {topology.kind} is needed",
         fix=f"pip install 'spmd[{extra}]'",
     )
+
+
+def compiler_versions() -> dict[str, str]:
+    """Return the versions of JAX and of the compilers that are installed."""
+    names = ["jax", "jaxlib"]
+    for _, modules in EXTRAS.values():
+        names += [module.replace("_", "-") for module in modules]
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def topology_devices(topology: Topology) -> list[jax.Device]:

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
-from spmd.analysis.collective_audit import CollectiveAudit
-from spmd.analysis.cycles import Cycles
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.schedule_chart import chart, to_json, write_svg
-from spmd.analysis.topology import Topology, missing_extra, parse_topology
+from spmd.analysis.topology import (
+    Topology,
+    compiler_versions,
+    missing_extra,
+    parse_topology,
+)
 from spmd.analysis.wide_products import find_wide_products, is_listed
 from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
@@ -26,10 +29,11 @@ from spmd.run.build import build_schedule, make_setup, planned_mesh
 from spmd.run.config import M
 from spmd.run.describe import compression_lines, flags_text, powersgd_of
 from spmd.run.load_config import load_config, other_config
-from spmd.run.planned_step import PlannedStep, estimate_step
+from spmd.run.planned_step import CompiledStep, PlannedStep, estimate_step
 from spmd.run.recipes import recipe_lines
 from spmd.run.search import changed_flags, suggest_memory_settings
 from spmd.run.step_source import StepSource, compile_on, time_compiled_step
+from spmd.run.step_time import time_program
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.report import StepTime
 from spmd.tree import human_bytes
@@ -89,12 +93,14 @@ class _Figures:
     """Figures of a plan on a machine, with those of the compiled step if it was compiled.
 
     Attributes:
+        compiled: None if it was not compiled.
+        time: Predicted from the program; None where no speeds are known.
         refusal: Why the compiler refuses the step; empty if it does not.
     """
 
     memory: MemoryReport
-    audit: CollectiveAudit | None = None
-    cycles: Cycles | None = None
+    compiled: CompiledStep | None = None
+    time: StepTime | None = None
     refusal: str = ""
 
     @property
@@ -235,11 +241,13 @@ def _print_figures(
 ) -> int:
     """Print the plan and its memory, of the compiled step if asked for; return the exit code."""
     absent = None
-    figures = _Figures(MemoryReport(topology, estimate_step(planned, topology.platform)))
+    compiled = None
+    refusal = ""
     if command.compile:
         absent = missing_extra(topology)
         if not absent:
-            figures = _compile(source, planned, figures.memory)
+            planned, compiled, refusal = _compile(source, planned, topology)
+    figures = _figures(source, planned, topology, compiled, refusal)
     settings: list[_WouldFit] = []
     if figures.fits is False:
         settings = _settings_that_fit(source, planned, topology)
@@ -255,19 +263,54 @@ def _print_figures(
         return 2
     if figures.fits is False:
         return 3
-    if figures.audit and figures.audit.broken:
+    if figures.compiled and figures.compiled.audit.broken:
         return 4
     return 0
 
 
-def _compile(source: StepSource, planned: PlannedStep, memory: MemoryReport) -> _Figures:
-    """Compile the step for a machine; without room for it there, return a refusal."""
+def _compile(
+    source: StepSource, planned: PlannedStep, topology: Topology
+) -> tuple[PlannedStep, CompiledStep | None, str]:
+    """Compile the step for a machine.
+
+    Returns:
+        The step on the machine's devices, compiled; or without room for it there, the step as it
+        was, and the refusal.
+    """
     try:
-        made = compile_on(source, memory.topology, planned.slices)
+        made = compile_on(source, topology, planned.slices)
     except MemoryError as error:
-        return _Figures(memory, refusal=str(error))
-    audit, compiled, cycles, _ = made.compiled
-    return _Figures(dataclasses.replace(memory, compiled=compiled), audit, cycles)
+        return planned, None, str(error)
+    return made.planned, made.compiled, ""
+
+
+def _figures(
+    source: StepSource,
+    planned: PlannedStep,
+    topology: Topology,
+    compiled: CompiledStep | None,
+    refusal: str,
+) -> _Figures:
+    """Return the figures of a step; the trace of a compiled one is read again, not made again."""
+    memory = MemoryReport(topology, estimate_step(planned, topology.platform))
+    if compiled is None:
+        return _Figures(memory, refusal=refusal)
+    memory = dataclasses.replace(memory, compiled=compiled.memory)
+    return _Figures(memory, compiled, _program_time(source, planned, topology, compiled))
+
+
+def _program_time(
+    source: StepSource, planned: PlannedStep, topology: Topology, compiled: CompiledStep
+) -> StepTime | None:
+    """Return the time of a compiled step; None where `--time` would be refused."""
+    if compiled.cycles is None or topology.chip.speeds is None or topology.chip.compiled is None:
+        return None
+    try:
+        work = source.workload(planned)
+    except ConfigError:  # no rates are fitted to such a step
+        return None
+    time, _ = time_program(planned, topology, compiled, work)
+    return time
 
 
 def mesh_on(topology: str, source: StepSource) -> AnyMesh:
@@ -338,11 +381,16 @@ def _to_json(
         "fits": figures.fits,
         "start": start or None,
     }
-    if figures.cycles:
-        record["compute"] = figures.cycles.to_json(topology.chip.clock)
-    if figures.audit:
-        record |= figures.audit.to_json()
-    return record
+    compiled = figures.compiled
+    if compiled is None:
+        return record
+    record["versions"] = compiler_versions()
+    record["compilation"] = dataclasses.asdict(compiled.took)
+    if compiled.cycles:
+        record["compute"] = compiled.cycles.to_json(topology.chip.clock)
+    if figures.time:
+        record["time"] = figures.time.to_json()
+    return record | compiled.audit.to_json()
 
 
 def _memory_json(figures: _Figures, settings: list[_WouldFit]) -> dict[str, Any]:
@@ -363,8 +411,9 @@ def _print_plan(
     topology = figures.memory.topology
     platform = topology.platform
     kind = topology.chip.device_kind
-    if figures.audit:
-        shown = str(figures.audit)
+    compiled = figures.compiled
+    if compiled:
+        shown = str(compiled.audit)
     elif command.all:
         shown = planned.plan.text(*TABLES)
     else:
@@ -379,8 +428,12 @@ def _print_plan(
     if topology.details:
         details = f" ({topology.details})"
     print(wrap_to_terminal(f"\nmemory of one device, {topology}{details}\n{figures.memory}"))
-    if figures.cycles:
-        print(figures.cycles.text(topology.chip.clock))
+    if compiled and compiled.cycles:
+        print(compiled.cycles.text(topology.chip.clock))
+    if figures.time:
+        print(f"{figures.time.summary} (its parts: --time)")
+    if compiled:
+        print(compiled.took)
     if figures.refusal:
         print(f"\nthe compiler refuses the step: {figures.refusal}")
 

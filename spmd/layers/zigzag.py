@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from spmd.errors import ConfigError, Problem
 from spmd.layers.kv_cache import token_positions
@@ -84,12 +85,14 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
     exchange = functools.partial(_exchange, devices=config.sequence)
     spec = P(None, "sequence")
     purpose = "zigzag order of tokens"
-    move = shard_map_over(config.mesh, ("sequence",), exchange, spec, spec, purpose=purpose)
+    in_specs = (spec, P("sequence"))
+    move = shard_map_over(config.mesh, ("sequence",), exchange, in_specs, spec, purpose=purpose)
+    numbers = jnp.arange(config.sequence)
     with override(zigzag=True):
         reordered = {}
         for name, x in batch.items():
             has_tokens = x.shape[1:2] == (seq,)
-            reordered[name] = move(x) if has_tokens else x
+            reordered[name] = move(x, numbers) if has_tokens else x
         yield reordered
 
 
@@ -109,15 +112,20 @@ def _check_sequence(seq: int, devices: int) -> None:
     raise ConfigError("Invalid zigzag order:", [problem])
 
 
-def _exchange(x: jax.Array, devices: int) -> jax.Array:
-    """Move one device's tokens to zigzag order: even blocks in one permute, odd ones in another."""
+def _exchange(x: jax.Array, number: Int[Array, "1"], devices: int) -> jax.Array:
+    """Move one device's tokens to zigzag order: even blocks in one permute, odd ones in another.
+
+    Args:
+        number: Of this device. It is an array, for XLA:TPU refuses `jax.lax.axis_index` in a region
+            that is manual over some axes alone ("PartitionId instruction is not supported").
+    """
     # Device i has blocks 2i and 2i + 1.
     even, odd = jnp.split(x, 2, axis=1)
     to_even = [(i, _owner(2 * i, devices)) for i in range(devices)]
     to_odd = [(i, _owner(2 * i + 1, devices)) for i in range(devices)]
     even = jax.lax.ppermute(even, "sequence", to_even)
     odd = jax.lax.ppermute(odd, "sequence", to_odd)
-    on_even = jax.lax.axis_index("sequence") % 2 == 0
+    on_even = number[0] % 2 == 0
     even_first = jnp.concatenate([even, odd], axis=1)
     odd_first = jnp.concatenate([odd, even], axis=1)
     return jnp.where(on_even, even_first, odd_first)

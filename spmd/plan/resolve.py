@@ -4,7 +4,7 @@ Each function returns its problems instead of raising, so that a plan reports al
 """
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes, without_host_memory
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_gathered, optimizer_specs
 from spmd.sharding.patterns import compile_pattern
-from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
+from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate, spec_text
 
 Specs = Mapping[str, P]
 
@@ -172,7 +172,35 @@ def audit_rules(
         if isinstance(value, P):
             specs.append(value)
     problems += _audit_sequence_axis(mesh, specs)
+    problems += _audit_products(mesh, rules, info)
     return problems
+
+
+def _audit_products(mesh: AnyMesh, rules: Rules, info: ModelInfo) -> Iterator[Problem]:
+    """Yield a problem for each rule that leaves a matrix split, in its product, as examples are.
+
+    A device would have some of the inputs or outputs, for some of the examples.
+    """
+    known = set[str]()
+    for path, matrix in info.matrices.items():
+        match = rules.match(path)
+        if match is None or match.rule in known or isinstance(match.requested, Replicate):
+            continue
+        used = drop_gathered(match.requested)
+        kept = []
+        for dim in matrix.dims:
+            if dim < len(used):
+                kept += [axis for axis in entry_axes(used[dim]) if axis in BATCH_AXES]
+        large = [axis for axis in kept if mesh.shape[axis] > 1]
+        if large:
+            known.add(match.rule)
+            axes = " and ".join(large)
+            yield Problem(
+                match.rule,
+                f"leaves {path} split over {axes} in its product, whose examples are split so too",
+                f"stored {spec_text(match.requested)}, used {spec_text(used)}",
+                'fsdp, over which parameters are gathered; expert beside it: ("fsdp", "expert")',
+            )
 
 
 def _audit_names_of_stacks(

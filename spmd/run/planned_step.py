@@ -1,8 +1,9 @@
 """A train step with a batch, estimated and compiled for devices that may be absent."""
 
 import dataclasses
+import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -14,6 +15,7 @@ from spmd.analysis.topology import Topology, topology_devices
 from spmd.distributed.native_output import REMATERIALIZATION, compiler_log
 from spmd.errors import ConfigError
 from spmd.gradients.base import LossGradFn
+from spmd.observe.metrics import human_duration
 from spmd.pipedream.grad_fn import InFlight
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.plan import ShardingPlan
@@ -71,18 +73,34 @@ def estimate_step(planned: PlannedStep, platform: str = "cpu") -> Estimate:
     return estimate_memory(planned.step, planned.batch, platform)
 
 
-class CompiledStep(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CompileTime:
+    """Seconds that a compiler takes: on a clock, and of all processors together."""
+
+    seconds: float
+    processor_seconds: float
+
+    def __str__(self) -> str:
+        took = human_duration(self.seconds)
+        return f"compiled in {took} ({human_duration(self.processor_seconds)} of processor time)"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
     """Compiled step, read; memory and cycles are None where the compiler reports none."""
 
     audit: CollectiveAudit
     memory: CompiledMemory | None
     cycles: Cycles | None
     program: HloModule
+    took: CompileTime
 
 
 def compile_step(planned: PlannedStep) -> CompiledStep:
     """Compile the step and read the program; raise `MemoryError` if the compiler finds no room."""
     # A cached program has no compiler log; the audit says what is not passed on.
+    traced = planned.step.trace(planned.batch)  # JAX keeps it
+    began = time.perf_counter(), time.process_time()
     with compilation_cache(None), compiler_log(without=REMATERIALIZATION) as log:
         try:
             compiled = planned.step.compile(planned.batch)
@@ -90,10 +108,10 @@ def compile_step(planned: PlannedStep) -> CompiledStep:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise MemoryError(str(error).partition("\n")[0]) from None
+    took = CompileTime(time.perf_counter() - began[0], time.process_time() - began[1])
     program = parse(compiled.as_text() or "")
     table = planned.tick_table
     taken = table.taken if table else {}
-    traced = planned.step.trace(planned.batch)  # JAX still has it
     collectives = audit_collectives(
         program,
         planned.mesh,
@@ -109,7 +127,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep:
     except ConfigError as error:  # a loop of unknown length is no reason to show nothing
         warnings = (*collectives.warnings, *error.problems)
         collectives = dataclasses.replace(collectives, warnings=warnings)
-    return CompiledStep(collectives, read_memory(compiled), cycles, program)
+    return CompiledStep(collectives, read_memory(compiled), cycles, program, took)
 
 
 def compile_text(planned: PlannedStep) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -343,36 +344,51 @@ def _schedule_time(
     keep_spans: bool,
 ) -> tuple[StepTime, StepTimeline]:
     """Return the time of a step by its program's schedule, and the timeline."""
-    hardware = hardware_of(topology)
-    shape = MeshShape(**planned.mesh.shape)
-    slices = planned.slices
-    rates = compiled_rates(topology)
-    network = make_network(topology, shape, slices, hardware, rates.network)
     table = planned.tick_table
     taken: Mapping[str, Fraction] = {}
     if table:
         taken = table.waited
-    schedule = read_program_schedule(
-        program, shape.sizes, taken, slice_numbers(shape.sizes, slices)
-    )
-    clock = topology.chip.clock
-    assert clock is not None
-    line = run_schedule(schedule, network, clock, rates, keep_spans=keep_spans)
-    spent = dict(line.spent)
-    waiting = network.waiting(line.seconds, rates.straggling)
-    if waiting:
-        spent["waiting for the slowest slice"] = waiting
+    shape = MeshShape(**planned.mesh.shape)
+    line = program_timeline(program, topology, shape, planned.slices, taken, keep_spans=keep_spans)
     found = StepTime(
         topology,
         "compiled program",
         work,
-        hardware,
-        spent,
-        rates.spread,
+        hardware_of(topology),
+        dict(line.spent),
+        compiled_rates(topology).spread,
         uncounted=tuple(line.uncounted),
         examples=planned.examples,
     )
     return found, line
+
+
+def program_timeline(
+    program: HloModule,
+    topology: Topology,
+    shape: MeshShape,
+    slices: Mapping[str, int],
+    taken: Mapping[str, Fraction] = MappingProxyType({}),
+    *,
+    keep_spans: bool = False,
+) -> StepTimeline:
+    """Return the timeline of a TPU program, of this package or of another, on a machine.
+
+    Args:
+        slices: Axis → the number of slices along it.
+        taken: Share of a branch's turns, as for `spmd.analysis.executions.executions`.
+    """
+    rates = compiled_rates(topology)
+    network = make_network(topology, shape, slices, hardware_of(topology), rates.network)
+    numbers = slice_numbers(shape.sizes, slices)
+    schedule = read_program_schedule(program, shape.sizes, taken, numbers)
+    clock = topology.chip.clock
+    assert clock is not None
+    line = run_schedule(schedule, network, clock, rates, keep_spans=keep_spans)
+    waiting = network.waiting(line.seconds, rates.straggling)
+    if waiting:
+        line.spent["waiting for the slowest slice"] = waiting
+    return line
 
 
 def _collective_times(audit: CollectiveAudit, line: StepTimeline) -> tuple[CollectiveTime, ...]:

@@ -156,13 +156,18 @@ class StepTime:
             lines += self.roofline.lines()
         return "\n".join(lines)
 
-    def _summary(self) -> Iterator[str]:
-        """Yield the time of the step with its range, and the utilization."""
+    @property
+    def summary(self) -> str:
+        """The time of the step with its range, on one line."""
         shortest, longest = self.range
         length = human_duration(self.seconds)
         low = human_duration(shortest)
         high = human_duration(longest)
-        yield f"step on {self.topology}: {length}, from {low} to {high} ({self.method})"
+        return f"step on {self.topology}: {length}, from {low} to {high} ({self.method})"
+
+    def _summary(self) -> Iterator[str]:
+        """Yield the time of the step with its range, and the utilization."""
+        yield self.summary
         if self.topology.chip.calibration:
             yield self.topology.chip.calibration
         count, unit = self.speed

@@ -33,6 +33,7 @@ COMPILE = f"""
         ("wrong", wrong, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
         ("ring", LLAMA, (1, {LONG}), {{"sequence": 8}}, "ring"),
         ("all-to-all", LLAMA, (1, {LONG}), {{"sequence": 8}}, "all-to-all"),
+        ("two axes", LLAMA, (2, {LONG}), {{"fsdp": 2, "sequence": 4}}, "ring"),
     ):
         mesh = spmd.make_mesh(devices=topology_devices(topology), **sizes)
         try:
@@ -98,6 +99,18 @@ def test_control_a_wrong_table_moves_something_else(topology):
     found = collectives(topology)
     wrong, right = (of_one_layer(found[name], "linear.py", TOKENS) for name in ("wrong", "width"))
     assert wrong != right
+
+
+def test_each_kernel_is_gathered_over_fsdp_and_sequence_once_a_pass(topology):
+    """In two hops, one over each axis, and the gradient is scattered in two; the order of tokens compiles, too."""
+    records = collectives(topology)["two axes"]
+    of_kernel = [
+        (kind, times / LAYERS)
+        for kind, _, _, array, times, _ in records
+        if array.startswith("params/layers/mlp/gate_proj") and kind == "all-gather"
+    ]
+    assert sum(times for _, times in of_kernel) == 2 * 2, of_kernel
+    assert any("zigzag" in source for _, source, *_ in records)
 
 
 def test_no_kernel_is_gathered(topology):

@@ -121,7 +121,7 @@ def test_every_collective_of_a_shipped_config_has_a_cause(case) -> None:
         zero=zero,
     )
     sizes = {axis: size for axis, size in shape.sizes.items() if size > 1}
-    audited, *_ = compile_step(make_setup(config, tiny.mesh(**sizes)))
+    audited = compile_step(make_setup(config, tiny.mesh(**sizes))).audit
     causes = {(r.kind, r.over, str(r.cause)) for r in audited.records}
     assert [r for r in audited.records if r.cause is None or r.cause.kind == "none"] == []
     missing = [

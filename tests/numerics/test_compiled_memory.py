@@ -17,7 +17,7 @@ MEASURE = """
         mesh = MeshShape(data=2, fsdp=4)
         config = dataclasses.replace(load_config("demo"), mesh=mesh, zero=zero, remat=remat)
         setup = make_setup(config, config_mesh(config))
-        totals[f"{zero} {remat}"] = [estimate_step(setup, "cpu").total, compile_step(setup)[1].total]
+        totals[f"{zero} {remat}"] = [estimate_step(setup, "cpu").total, compile_step(setup).memory.total]
     print(json.dumps(totals))
 """
 

@@ -41,7 +41,7 @@ def sent(audit):
     ]
 
 
-found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(compile_step(setup)[0])}
+found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(compile_step(setup).audit)}
 if processes == 1:
     watch = {**build_watch(setup.config), "norm": lambda state, _: optax.global_norm(state.params)}
     step = make_train_step(setup.plan, grad_fn=setup.grad_fn, watch=watch)

@@ -17,7 +17,7 @@ from spmd.commands.plan import run_plan
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
 from spmd.precision import make_precision
-from spmd.run.planned_step import CompiledStep
+from spmd.run.planned_step import CompiledStep, CompileTime
 from spmd.run.step_source import CompiledOn
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from tests import tiny
@@ -287,7 +287,11 @@ def test_promises_come_from_the_plan() -> None:
 def test_a_plan_that_breaks_a_promise_exits_with_4(monkeypatch, capsys) -> None:
     """`spmd plan --compile` prints it."""
     audited = audit(reduced(), plan=plan_of())
-    compiled = CompiledStep(audited, None, None, None)
-    monkeypatch.setattr(plan_command, "compile_on", lambda source, *_: CompiledOn(None, compiled))
+    compiled = CompiledStep(audited, None, None, None, CompileTime(1, 2))
+    monkeypatch.setattr(
+        plan_command,
+        "compile_on",
+        lambda source, *_: CompiledOn(source.on(source.planned_mesh()), compiled),
+    )
     assert run_plan(["demo", "--compile"]) == 4
     assert "WIDER THAN PLANNED: layers/mlp/up_proj/kernel" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.run.planned_step import CompiledStep, compile_step
+from spmd.run.planned_step import CompiledStep, CompileTime, compile_step
 from spmd.run.step_source import CompiledOn
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -166,9 +166,9 @@ def test_a_plan_warns_of_a_loop_of_unknown_length() -> None:
     planned = types.SimpleNamespace(
         mesh=mesh, slices={}, tick_table=None, step=step, plan=None, batch=None
     )
-    audit, _, cycles, _ = compile_step(planned)
-    assert cycles is None
-    assert "is a loop of unknown length" in {warning.what for warning in audit.warnings}
+    found = compile_step(planned)
+    assert found.cycles is None
+    assert "is a loop of unknown length" in {warning.what for warning in found.audit.warnings}
 
 
 def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
@@ -176,8 +176,12 @@ def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
     cycles = count_cycles(parse(text()), {"pipeline_forward": Fraction(2, 5)})
     audit = audit_collectives(text(), abstract_mesh(MeshShape(fsdp=2)), backend="tpu")
     monkeypatch.setattr(plan, "missing_extra", lambda topology: None)
-    compiled = CompiledStep(audit, None, cycles, None)
-    monkeypatch.setattr(plan, "compile_on", lambda source, *_: CompiledOn(None, compiled))
+    compiled = CompiledStep(audit, None, cycles, parse(text()), CompileTime(1, 2))
+    monkeypatch.setattr(
+        plan,
+        "compile_on",
+        lambda source, *_: CompiledOn(source.on(source.planned_mesh()), compiled),
+    )
     command = [
         "demo",
         "--topology",
@@ -191,9 +195,15 @@ def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
         "--compile",
     ]
     assert run_plan(command) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == cycles.text(1.75e9)
+    *_, computed, predicted, took = capsys.readouterr().out.splitlines()
+    assert computed == cycles.text(1.75e9)
+    assert predicted.startswith("step on v5p:2x2x2: ")
+    assert took == "compiled in 1 s (2 s of processor time)"
     assert run_plan([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["compute"] == cycles.to_json(1.75e9)
+    record = json.loads(capsys.readouterr().out)
+    assert record["compute"] == cycles.to_json(1.75e9)
+    assert record["time"]["seconds"] > record["compute"]["seconds"]
+    assert record["compilation"] == {"seconds": 1, "processor_seconds": 2}
 
 
 def test_collectives_in_branches_run_as_the_schedule_says() -> None:
