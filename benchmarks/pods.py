@@ -76,12 +76,12 @@ class Job:
 
     Attributes:
         maxtext: MaxText's figures with the compiler's default flags.
-        equal: MaxText's figures with the flags of ours.
         maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not
             compared.
         sequences: For each device.
         tokens: In a sequence.
         model: Fields of the model that differ from the config's.
+        equal: MaxText's figures with the flags of ours.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Job:
     mesh: Mapping[str, int]
     bars: Figures
     maxtext: Figures = Figures()
-    equal: Figures = Figures()
     maxtext_arguments: Sequence[str] = ()
     sequences: float = 1
     tokens: int = 8192
     model: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    equal: Figures = Figures()
 
     @property
     def machine(self) -> Topology:

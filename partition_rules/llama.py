@@ -4,13 +4,13 @@ The rows are those that the parts of its layers declare (`spmd.models.decoder.ru
 
     >>> for pattern, spec in LLAMA.params:
     ...     print(f"{pattern:42} {spec}")
-    embed/embedding                            P('pipe', ('fsdp', 'tensor'))
-    attention/(q|k|v)_proj/kernel              P('fsdp', 'tensor')
-    attention/o_proj/kernel                    P('tensor', 'fsdp')
-    mlp/(gate|up)_proj/kernel                  P('fsdp', 'tensor')
-    mlp/down_proj/kernel                       P('tensor', 'fsdp')
+    embed/embedding                            P('pipe', ('fsdp', 'sequence', 'tensor'))
+    attention/(q|k|v)_proj/kernel              P(('fsdp', 'sequence'), 'tensor')
+    attention/o_proj/kernel                    P('tensor', ('fsdp', 'sequence'))
+    mlp/(gate|up)_proj/kernel                  P(('fsdp', 'sequence'), 'tensor')
+    mlp/down_proj/kernel                       P('tensor', ('fsdp', 'sequence'))
     (attention_norm|mlp_norm|norm)/scale       replicate('norm scales are a few KiB')
-    lm_head/kernel                             P(('fsdp', 'pipe'), 'tensor')
+    lm_head/kernel                             P(('fsdp', 'sequence', 'pipe'), 'tensor')
 """
 
 from spmd.models.decoder import DecoderConfig, decoder_rules, replicated_kv

@@ -33,6 +33,8 @@ class Flag:
     name: str
     value: Value
     reason: str
+    lengthens: bool = False
+    """Whether compilation takes longer with it."""
 
     def __str__(self) -> str:
         value = str(self.value)
@@ -194,6 +196,24 @@ class CloudNames:
     vm_version: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class SplashBlocks:
+    """Queries and keys in a block of each kernel of splash attention; keys that it multiplies at once.
+
+    A sequence that a number does not divide gets a half of it, and so on.
+    """
+
+    output: tuple[int, int] = (512, 512)
+    query_gradient: tuple[int, int] = (512, 512)
+    key_gradient: tuple[int, int] = (512, 512)
+    keys_at_once: int = 512
+
+
+# For a v6e, blocks of MaxText's configurations of Llama (configs/tpu/v6e/llama2_7b_4096.sh of
+# version 0.2.5); for a v5p, which has as much on-chip memory, the same.
+_LONG_BLOCKS = SplashBlocks((1024, 512), (2048, 512), (2048, 512))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """One kind of accelerator.
@@ -236,6 +256,7 @@ class Chip:
         blocks_of_32: Whether it multiplies in the format of `mxfp8`.
         small_gathers: Gathers to divide; None if there are none.
         ragged_devices: Most devices in a slice whose links allow a ragged all-to-all; 0 if all do.
+        splash_blocks: Blocks of attention on a TPU.
         reads_transposed: Whether its products read an activation that was decoded transposed, so
             that its rows cannot be kept whole (decision 0041).
     """
@@ -267,6 +288,7 @@ class Chip:
     blocks_of_32: bool = False
     small_gathers: SmallGathers | None = None
     ragged_devices: int = 0
+    splash_blocks: SplashBlocks = SplashBlocks()
     reads_transposed: bool = False
 
     @property
@@ -345,7 +367,8 @@ def _on_chip(mib: int) -> Flag:
     return Flag(
         "xla_tpu_scoped_vmem_limit_kib",
         1024 * mib,
-        "matmuls have this much of the on-chip memory (VMEM): larger tiles, and longer compilation",
+        "matmuls have this much on-chip memory: larger tiles, longer compilation (--xla quick: without)",
+        lengthens=True,
     )
 
 
@@ -539,6 +562,7 @@ _ENTRIES = (
         closed=ClosedRates(1.004, 294, 0.432, 1.50, 0.496, 1.0e-5, 0.068, spread=0.15),
         compiled=Rates(1.104, 1.136, 0.635, 0.938, 0.0613, spread=0.14),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(32)),
+        splash_blocks=_LONG_BLOCKS,
     ),
     Chip(
         kind="v6e",
@@ -570,6 +594,7 @@ _ENTRIES = (
         closed=ClosedRates(0.638, 332, 0.379, 1.58, 0.468, 1.0e-5, 0.080, spread=0.18),
         compiled=Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.10),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
+        splash_blocks=_LONG_BLOCKS,
     ),
     Chip(
         kind="tpu7x",
@@ -599,6 +624,8 @@ _ENTRIES = (
         closed=ClosedRates(0.737, 302, 0.471, 1.50, 0.500, 1.0e-5, 0.070, spread=0.05),
         compiled=Rates(1.173, 0.994, 0.638, 0.835, 0.0612, spread=0.10),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(60)),
+        # Google's recipe of Llama 3.1 405B (tpu-recipes, training/ironwood, 8k-bf16-tpu7x-4x8x8).
+        splash_blocks=SplashBlocks((2048, 2048), (2048, 2048), (2048, 2048)),
         # Of blocks of 8 rows the compiler transposes, on SparseCores, the codes and the scales,
         # these expanded to the whole array in float32: temporaries of 6202 instead of 4726 million
         # bytes (decision 0041).

@@ -24,7 +24,7 @@ _MEMORY = ("arguments", "temporaries", "host_arguments", "host_temporaries")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Percent by which a total may grow."""
+    """Most growth of each total, in percent."""
 
     memory: float = 3.0
     """Of the compiled step, on the device."""
@@ -91,7 +91,9 @@ class Total:
 
     @property
     def changed_parts(self) -> list[Part]:
-        """The parts that changed, the largest change first."""
+        """The changed parts, the largest change first; none of a total that is not known."""
+        if self.percent is None:
+            return []
         least = _SMALLEST * (self.before or self.after or 0)
         changed = [part for part in self.parts if abs(part.change) > least]
         return sorted(changed, key=lambda part: -abs(part.change))
@@ -245,7 +247,7 @@ def _parts(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Par
 
 
 def _without_lines(cause: str) -> str:
-    """Return a cause without line numbers and folders of this machine, which other code changes."""
+    """Return a cause without line numbers and folders of this machine."""
     without_folders = _FOLDERS.sub("", cause)
     return _LINE.sub(r"\1", without_folders)
 
@@ -271,7 +273,7 @@ def _traffic(before: Mapping[str, Any], after: Mapping[str, Any], limit: float) 
 
 
 def _exposed(before: Mapping[str, Any], after: Mapping[str, Any], limit: float) -> Total:
-    """Return the communication that nothing hides, by kind, axes and cause."""
+    """Return the exposed communication, by kind, axes and cause."""
     totals: list[float | None] = []
     parts = []
     for record in (before, after):
@@ -306,7 +308,7 @@ def _spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Part, .
 
 
 def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what two steps were made from, where it differs."""
+    """Return differing settings and versions."""
     found = []
     for record in (before, after):
         values = {name: record.get(name) for name in _SETTINGS}

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -128,12 +127,9 @@ def _compile(
     """Compile a config in a process of its own, with the code of a folder."""
     command = [python or sys.executable, "-m", "spmd_command", "plan", config]
     command += ["--topology", topology, "--compile", "--json", *flags]
-    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with spinner(f"compiling {config} for {topology}"):
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        # Python finds modules in the working folder first.
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     record = {}
     with contextlib.suppress(ValueError):
         record = json.loads(done.stdout)

@@ -16,6 +16,9 @@ from spmd.errors import ConfigError, Problem, did_you_mean
 PRESET = "preset"
 """Word for the flags of this module in the config's list of flags."""
 
+QUICK = "quick"
+"""Word for the same flags, but those that lengthen compilation."""
+
 _SCHEDULER = (
     "latency-hiding scheduler: orders the program so that it computes while collectives run"
 )
@@ -44,7 +47,7 @@ def flags_for(
     crossing: bool,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Flag, ...]:
-    """Return the flags of a step, from words `"preset"` or `"NAME=VALUE"` of a config.
+    """Return the flags of a step, from words `"preset"`, `"quick"` or `"NAME=VALUE"` of a config.
 
     The last value of a name counts.
 
@@ -67,8 +70,10 @@ def flags_for(
     chosen: dict[str, Flag] = {}
     problems: list[Problem] = []
     for text in configured:
-        if text == PRESET:
-            chosen |= {flag.name: _as_set_by_user(flag, environment) for flag in preset}
+        if text in (PRESET, QUICK):
+            for flag in preset:
+                if text == PRESET or not flag.lengthens:
+                    chosen[flag.name] = _as_set_by_user(flag, environment)
             continue
         flag = _parse_flag(text)
         problems += _contradictions(flag, environment)
@@ -124,10 +129,10 @@ def flag_problems(configured: Iterable[str]) -> list[Problem]:
     wrong = [
         text
         for text in configured
-        if text != PRESET and not (text.startswith("xla_") and "=" in text)
+        if text not in (PRESET, QUICK) and not (text.startswith("xla_") and "=" in text)
     ]
     return [
-        Problem("xla", f"is {text!r}", fix=did_you_mean(text, (PRESET, "xla_NAME=VALUE")))
+        Problem("xla", f"is {text!r}", fix=did_you_mean(text, (PRESET, QUICK, "xla_NAME=VALUE")))
         for text in wrong
     ]
 

@@ -34,6 +34,7 @@ from spmd.model_interface.attention_config import AttentionCall, AttentionConfig
 from spmd.plan.annotate import annotate, attention_config, constrain_like, remat_attention
 from spmd.plan.context import current
 from spmd.plan.scopes import ATTENTION, in_scope
+from spmd.sharding.mesh import chip_of_mesh
 
 _CHUNK_UNIT = 128
 
@@ -192,8 +193,9 @@ def _bind(
 ) -> Callable[..., Array]:
     """Return attention `(query, key, value, segments, sinks) -> output` over the plan's mesh."""
     run: Callable[..., Array] = functools.partial(_KERNELS[kernel], options=options)
+    blocks = chip_of_mesh(config.mesh).splash_blocks
     if kernel == "splash":
-        run = functools.partial(run, residuals=residuals)
+        run = functools.partial(run, blocks=blocks, residuals=residuals)
     if config.mesh is None:
         return run
     context = config.context_of(kernel)
@@ -206,6 +208,7 @@ def _bind(
             mesh=config.mesh,
             queries=queries,
             options=options,
+            blocks=blocks,
             residuals=residuals,
         )
     if context == "" and kernel not in _LOCAL:

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
+from spmd.chips import SplashBlocks
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.ring_attention import Segments, Sinks, check_division
 from spmd.layers.splash_attention import Queries, splash_attention
 from spmd.plan.manual import shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
+_BLOCKS = SplashBlocks()
 _PURPOSE = "context-parallel attention"
 _RESIDUALS = "gathered_attention"
 """Checkpoint name of what the backward pass of the kernel reads, if a policy has none for it."""
@@ -35,12 +37,14 @@ def gathered_attention(
     mesh: AnyMesh,
     queries: Queries,
     options: AttentionOptions,
+    blocks: SplashBlocks = _BLOCKS,
     residuals: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Attend from the queries of each device to all keys.
 
     Args:
+        blocks: Of the kernel, on the mesh's chip.
         residuals: Checkpoint name by which a policy saves what the backward pass of the kernel
             reads; it is kept without one, too.
         interpret: Run the kernel without a TPU, for tests.
@@ -58,6 +62,7 @@ def gathered_attention(
         _attend_on_device,
         queries=queries,
         options=options,
+        blocks=blocks,
         residuals=saved,
         interpret=interpret,
     )
@@ -81,6 +86,7 @@ def _attend_on_device(
     *,
     queries: Queries,
     options: AttentionOptions,
+    blocks: SplashBlocks,
     residuals: str,
     interpret: bool,
 ) -> Float[Array, "batch local heads value_dim"]:
@@ -97,6 +103,7 @@ def _attend_on_device(
         key_segments=key_segments,
         queries=queries,
         device=jax.lax.axis_index("sequence"),
+        blocks=blocks,
         residuals=residuals,
         interpret=interpret,
     )

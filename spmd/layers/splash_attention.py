@@ -19,13 +19,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Float, Int
 
+from spmd.chips import SplashBlocks
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.upcast import upcast_float16
 from spmd.layers.zigzag import zigzag
-from spmd.model_interface.attention_config import SPLASH_BLOCK
 
-_BLOCKS = (512, 256, SPLASH_BLOCK)
-_BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+_BLOCKS = SplashBlocks()
+_Block = tuple[int, int]
+"""Queries and keys of a block."""
 _Table = np.ndarray
 
 
@@ -84,6 +85,7 @@ def splash_attention(
     key_segments: Int[Array, "batch seq"] | None = None,
     queries: Queries = _WHOLE,
     device: Array | int = 0,
+    blocks: SplashBlocks = _BLOCKS,
     residuals: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch local heads value_dim"]:
@@ -95,6 +97,7 @@ def splash_attention(
         key_segments: Documents of the keys; None for those of the queries.
         queries: Those of each device.
         device: Number of this one.
+        blocks: Of the chip; smaller ones where they do not divide the sequence.
         residuals: Checkpoint name of the output and of the log-sum-exp of the scores.
         interpret: Run it without a TPU, for tests.
     """
@@ -102,7 +105,7 @@ def splash_attention(
     dtype = query.dtype
     query, key, value = upcast_float16(query, key, value)
     scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
-    kernel = _kernel(key.shape[1], queries, device, options, residuals, interpret)
+    kernel = _kernel(key.shape[1], queries, device, blocks, options, residuals, interpret)
     documents = None
     if segments is not None:
         documents = splash.SegmentIds(segments, segments if key_segments is None else key_segments)
@@ -119,20 +122,32 @@ def _kernel(
     seq: int,
     queries: Queries,
     device: Array | int,
+    blocks: SplashBlocks,
     options: AttentionOptions,
     residuals: str | None,
     interpret: bool,
 ) -> Any:
     """Return the kernel for one device's queries of one sequence."""
-    block = next(size for size in _BLOCKS if seq // queries.runs % size == 0)
-    sizes: dict[str, Any] = dict.fromkeys(_BLOCK_SIZES, block)
+    output = _dividing(blocks.output, seq, queries)
+    query_gradient = _dividing(blocks.query_gradient, seq, queries)
+    key_gradient = _dividing(blocks.key_gradient, seq, queries)
+    sizes = splash.BlockSizes(
+        block_q=output[0],
+        block_kv=output[1],
+        block_kv_compute=min(output[1], blocks.keys_at_once),
+        block_q_dq=query_gradient[0],
+        block_kv_dq=query_gradient[1],
+        block_q_dkv=key_gradient[0],
+        block_kv_dkv=key_gradient[1],
+        block_kv_dkv_compute=min(key_gradient[1], blocks.keys_at_once),
+    )
     mask_function = None
     if options.causal:
         mask_function = _Mask(options.window)
-    infos = _unmasked(seq, queries, options, block)
+    infos = _unmasked(seq, queries, options, (output, query_gradient, key_gradient))
     return splash_attention_kernel.SplashAttentionKernel(
         *(info.mask_info(device) for info in infos),
-        block_sizes=splash.BlockSizes(**sizes),
+        block_sizes=sizes,
         is_mqa=False,
         save_residuals=False,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
@@ -141,6 +156,16 @@ def _kernel(
         mask_function=mask_function,
         interpret=interpret,
     )
+
+
+def _dividing(block: _Block, seq: int, queries: Queries) -> _Block:
+    """Return the largest block, by halves of each number, that divides runs of queries, and keys."""
+    sizes = []
+    for size, length in zip(block, (seq // queries.runs, seq), strict=True):
+        while length % size:
+            size //= 2
+        sizes.append(size)
+    return sizes[0], sizes[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,28 +202,33 @@ class _Blocks:
 
 @functools.lru_cache(maxsize=32)
 def _unmasked(
-    seq: int, queries: Queries, options: AttentionOptions, block: int
+    seq: int, queries: Queries, options: AttentionOptions, blocks: tuple[_Block, _Block, _Block]
 ) -> tuple[_Blocks, _Blocks, _Blocks]:
     """Return the blocks of the kernels of the output, and of gradients of queries, and of keys."""
     if not options.causal:
         return (_Blocks(),) * 3
     positions = queries.positions(seq)
-    unmasked = _unmasked_blocks(positions, seq, options.window, block)
-    by_query = _Blocks(*_by_rows(unmasked), positions)
-    data_next, block_mask = _by_rows(unmasked.swapaxes(1, 2))
-    by_key = _Blocks(data_next.swapaxes(2, 3), block_mask.swapaxes(2, 3), positions)
-    return by_query, by_query, by_key
+    output, query_gradient, key_gradient = (
+        _unmasked_blocks(positions, seq, options.window, block) for block in blocks
+    )
+    data_next, block_mask = _by_rows(key_gradient.swapaxes(1, 2))
+    return (
+        _Blocks(*_by_rows(output), positions),
+        _Blocks(*_by_rows(query_gradient), positions),
+        _Blocks(data_next.swapaxes(2, 3), block_mask.swapaxes(2, 3), positions),
+    )
 
 
 def _unmasked_blocks(
-    positions: _Table, seq: int, window: int | None, block: int
+    positions: _Table, seq: int, window: int | None, block: _Block
 ) -> Int[np.ndarray, "devices query_blocks key_blocks"]:
     """Return 1 for unmasked blocks, in part or whole, else 0."""
-    first = positions[:, ::block, None]
-    keys = np.arange(0, seq, block)
-    is_unmasked = keys <= first + block - 1
+    block_of_queries, block_of_keys = block
+    first = positions[:, ::block_of_queries, None]
+    keys = np.arange(0, seq, block_of_keys)
+    is_unmasked = keys <= first + block_of_queries - 1
     if window is not None:
-        is_unmasked &= keys + block - 1 > first - window
+        is_unmasked &= keys + block_of_keys - 1 > first - window
     return is_unmasked.astype(np.int8)
 
 

@@ -154,9 +154,14 @@ class PlanEntry:
 def _dropped(before: P, after: P, sizes: Mapping[str, int]) -> str:
     """Return the axes above size 1 of a spec that another one lacks; all of them if none is."""
     lost = []
+    large = []
     for one, other in zip(before, after, strict=True):
-        lost += [axis for axis in entry_axes(one) if axis not in entry_axes(other)]
-    large = [axis for axis in lost if sizes[axis] > 1]
+        for axis in entry_axes(one):
+            if axis in entry_axes(other):
+                continue
+            lost.append(axis)
+            if sizes[axis] > 1:
+                large.append(axis)
     return "+".join(dict.fromkeys(large or lost))
 
 

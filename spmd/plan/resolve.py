@@ -189,12 +189,13 @@ def _audit_products(mesh: AnyMesh, rules: Rules, info: ModelInfo) -> Iterator[Pr
         used = drop_gathered(match.requested)
         kept = []
         for dim in matrix.dims:
-            if dim < len(used):
-                kept += [axis for axis in entry_axes(used[dim]) if axis in BATCH_AXES]
-        large = [axis for axis in kept if mesh.shape[axis] > 1]
-        if large:
+            entry = used[dim] if dim < len(used) else None
+            for axis in entry_axes(entry):
+                if axis in BATCH_AXES and mesh.shape[axis] > 1:
+                    kept.append(axis)
+        if kept:
             known.add(match.rule)
-            axes = " and ".join(large)
+            axes = " and ".join(kept)
             yield Problem(
                 match.rule,
                 f"leaves {path} split over {axes} in its product, whose examples are split so too",

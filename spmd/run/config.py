@@ -195,8 +195,8 @@ class TrainConfig(RunConfig, Generic[M]):
     offload: tuple[str, ...] = ()
     """State in host memory: optimizer_state, params (of stacked layers)."""
     xla: tuple[str, ...] = (PRESET,)
-    """XLA flags of the step: preset (listed by spmd plan, with reasons), NAME=VALUE; empty: XLA's
-    defaults."""
+    """XLA flags of the step: preset (listed by spmd plan, with reasons), quick (without those that
+    lengthen compilation), NAME=VALUE; empty: XLA's defaults."""
     pipeline: PipelineConfig = PipelineConfig()
     """Pipeline schedule over mesh.pipe."""
     lora: LoRAConfig = LoRAConfig()

@@ -96,13 +96,12 @@ def drop_axis(spec: P, axis: str) -> P:
     """
     entries = []
     for entry in spec:
-        kept = [name for name in entry_axes(entry) if name != axis]
-        entries.append(as_entry(kept))
+        entries.append(_entry_without([axis], entry))
     return P(*entries)
 
 
 def drop_gathered(spec: P, axes: Collection[str] = GATHERED_AXES) -> P:
-    """Return the spec of a parameter in its use, without the axes that it is gathered over.
+    """Return the spec of a parameter in its use, without the axes of its gather.
 
     These are `axes`, and `expert` in a dimension that is split over one of them too.
 
@@ -117,9 +116,13 @@ def drop_gathered(spec: P, axes: Collection[str] = GATHERED_AXES) -> P:
         dropped = {*axes}
         if not dropped.isdisjoint(entry_axes(entry)):
             dropped.add("expert")
-        kept = [axis for axis in entry_axes(entry) if axis not in dropped]
-        entries.append(as_entry(kept))
+        entries.append(_entry_without(dropped, entry))
     return P(*entries)
+
+
+def _entry_without(axes: Collection[str], entry: Any) -> Any:
+    """Return an entry of a spec without some axes."""
+    return as_entry([name for name in entry_axes(entry) if name not in axes])
 
 
 def is_random_key(leaf: Any) -> bool:

@@ -187,7 +187,7 @@ class Rules:
 
     @functools.cached_property
     def gathered_axes(self) -> tuple[str, ...]:
-        """The axes that parameters are gathered over for their use.
+        """The axes of the gathers of parameters, before their use.
 
         Example:
             >>> Rules([("up/kernel", P("fsdp", "tensor"))]).gathered_axes

@@ -101,15 +101,15 @@ def test_control_a_wrong_table_moves_something_else(topology):
     assert wrong != right
 
 
-def test_each_kernel_is_gathered_over_fsdp_and_sequence_once_a_pass(topology):
-    """In two hops, one over each axis, and the gradient is scattered in two; the order of tokens compiles, too."""
+def test_each_kernel_is_gathered_over_fsdp_and_sequence_once(topology):
+    """In two hops, one over each axis; the order of tokens compiles beside fsdp, too."""
     records = collectives(topology)["two axes"]
     of_kernel = [
         (kind, times / LAYERS)
         for kind, _, _, array, times, _ in records
         if array.startswith("params/layers/mlp/gate_proj") and kind == "all-gather"
     ]
-    assert sum(times for _, times in of_kernel) == 2 * 2, of_kernel
+    assert sum(times for _, times in of_kernel) == 2, of_kernel
     assert any("zigzag" in source for _, source, *_ in records)
 
 
@@ -132,7 +132,8 @@ def test_a_ring_sends_keys_and_values_seven_times(topology):
         ("collective-permute", "forward"): 2 * 7,
         ("collective-permute", "backward"): 2 * 7 + 2 * 7,
     }
-    assert not [kind for kind, *_, bytes_ in found if kind == "all-gather" and bytes_ >= LONG]
+    gathered = [source for kind, source, *_ in found if kind == "all-gather"]
+    assert not [source for source in gathered if "attention" in source]
 
 
 def test_keys_and_values_are_gathered_twice(topology):

@@ -90,6 +90,7 @@ HOMES = {
         "commands.generate",
         "commands.import_hf",
         "commands.export_hf",
+        "commands.diff",
         "commands.report",
     },
 }

@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd.chips import SplashBlocks
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.layers import attention as attention_module
@@ -34,6 +35,8 @@ from tests.programs import run_script
 
 SEQ = 512
 SEGMENTS = np.where(np.arange(SEQ) < 300, 0, 300).astype(np.int32)
+BLOCKS = SplashBlocks((128, 256), (256, 512), (1024, 128), keys_at_once=128)
+"""Of other numbers in each kernel: a run of queries has 128 tokens in zigzag order, else 256."""
 OPTIONS = {
     "causal": (AttentionOptions(), False, False),
     "window and documents": (AttentionOptions(window=200), True, False),
@@ -92,6 +95,7 @@ def gathered(name, order, queries, **sizes):
             mesh=mesh,
             queries=queries,
             options=options,
+            blocks=BLOCKS,
             interpret=True,
         )
         return out[:, np.argsort(order)]
@@ -116,6 +120,9 @@ def test_control_another_order_of_tokens_is_caught():
     assert np.abs(found[0] - of_one_device("causal")[0]).max() > 0.1
 
 
+SMALL = (128, 128)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_blocks_are_those_that_jax_finds_in_the_mask(window, devices):
@@ -124,7 +131,7 @@ def test_blocks_are_those_that_jax_finds_in_the_mask(window, devices):
     if window is not None:
         mask = splash.LocalMask((2048, 2048), (window - 1, 0), 0)
     masks = splash.MultiHeadMask([mask])
-    ours = _unmasked(2048, Queries(devices), AttentionOptions(window), 128)
+    ours = _unmasked(2048, Queries(devices), AttentionOptions(window), (SMALL,) * 3)
     shards = {"block_shape": (128, 128), "q_seq_shards": devices}
     by_query, _ = splash_attention_mask_info.process_mask(masks, **shards)
     by_key, _ = splash_attention_mask_info.process_mask_dkv(masks, **shards)
@@ -146,7 +153,7 @@ def _visited(data_next, active, axis):
 
 def test_tables_of_a_million_tokens_take_no_time():
     """JAX evaluates the mask of all pairs; here the table has one entry for each pair of blocks."""
-    blocks = _unmasked(2**20, Queries(16, is_zigzag=True), AttentionOptions(), 512)
+    blocks = _unmasked(2**20, Queries(16, is_zigzag=True), AttentionOptions(), ((512, 512),) * 3)
     assert blocks[0].block_mask.shape == (16, 1, 128, 2048)
     assert blocks[0].block_mask.sum() == blocks[2].block_mask.sum() == 2048 * 2049 / 2
     work = blocks[0].block_mask.sum(axis=(1, 2, 3))

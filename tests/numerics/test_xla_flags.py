@@ -49,6 +49,17 @@ def test_tables(table):
         assert all(20 < len(flag.reason) <= 112 and "\n" not in flag.reason for flag in flags)
 
 
+def test_quick_leaves_out_what_lengthens_compilation():
+    """And nothing else; a later value of such a flag counts."""
+    kind = parse_topology("v5e:16x16").chip.device_kind
+    preset = flags_for(["preset"], "tpu", kind, crossing=True)
+    quick = flags_for(["quick"], "tpu", kind, crossing=True)
+    (left_out,) = set(preset) - set(quick)
+    assert (left_out.name, set(quick) - set(preset)) == ("xla_tpu_scoped_vmem_limit_kib", set())
+    again = flags_for(["quick", f"{left_out.name}=1024"], "tpu", kind, crossing=True)
+    assert compiler_options(again)[left_out.name] == 1024
+
+
 def test_gpu_flags_are_known_here():
     """The compiler for CPUs reads the options of GPUs too: it takes them, and refuses one misspelt or mistyped."""
     lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(2))

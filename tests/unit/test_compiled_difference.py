@@ -148,7 +148,7 @@ def test_moved_lines_and_other_folders_are_no_change():
         cause = {"text": f"attention (ppermute) at {file}"}
         return changed(collectives=[{**GATHER, "cause": cause}])
 
-    before, after = sent("/home/a/spmd/layers/ring.py:143"), sent("spmd/layers/ring.py:150")
+    before, after = sent("/opt/a/spmd/layers/ring.py:143"), sent("spmd/layers/ring.py:150")
     (network,) = [
         total
         for total in compare_compiled(before, after, Limits()).totals
