@@ -20,6 +20,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,11 +120,14 @@ def rank(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> dict[str, float
     groups = collections.defaultdict(list)
     for job, p in zip(jobs, predicted, strict=True):
         groups[family(job)].append((job.published, p))
-    return {
-        name: float(kendalltau(*zip(*pairs, strict=True)).statistic)
-        for name, pairs in groups.items()
-        if len(pairs) >= _FAMILY
-    }
+    found = {}
+    for name, pairs in groups.items():
+        if len(pairs) < _FAMILY:
+            continue
+        tau = float(kendalltau(*zip(*pairs, strict=True)).statistic)
+        if not math.isnan(tau):  # of equal predictions there is no order
+            found[name] = tau
+    return found
 
 
 _SLOPES: Mapping[str, Callable[[Rebuilt], float]] = {
@@ -231,14 +235,15 @@ def memory_lines(jobs: Iterable[Rebuilt]) -> Iterator[str]:
     """Yield the memory of rows that have it: the peak of PyTorch's allocator, and our ledger's estimate."""
     for job in jobs:
         if published := job.row.get("memory_gib"):
-            config = make_config(describe(job))
-            estimate = (
-                estimate_step(
-                    make_setup(config, abstract_mesh(config.mesh)), job.topology.platform
-                ).total
-                / 2**30
-            )
             what = f"{job.row['model']} on {job.topology}, {job.row['precision']}"
+            try:
+                config = make_config(describe(job))
+                setup = make_setup(config, abstract_mesh(config.mesh))
+            except SpmdError as error:  # such as layers that do not divide over stages
+                reason = " ".join(str(error).split())
+                yield f"memory of {what}: {published} GiB, not estimated: {reason}"
+                continue
+            estimate = estimate_step(setup, job.topology.platform).total / 2**30
             yield f"memory of {what}: {published} GiB, estimated {estimate:.1f} GiB ({estimate / published - 1:+.1%})"
 
 

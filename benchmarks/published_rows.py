@@ -8,6 +8,7 @@ source's own convention.
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.chips import CHIPS, Hardware
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
-from spmd.sharding.mesh import AXES, MeshShape
+from spmd.sharding.mesh import AXES, GATHERED_AXES, MeshShape
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Network, make_network
@@ -62,6 +63,8 @@ _PUBLISHED_AXES = {"dcn_data": "data", "dcn_fsdp": "fsdp", "fsdp_transpose": "fs
 _PRODUCTS = {"fp8": "float8", "int8": "int8"}
 """What a precision names → dtype of the layers' products."""
 _NO_DECODER = ("MLA", "shared_experts", "global_head_dim")
+_MICRO_BATCH = re.compile(r"micro batch (\d+)")
+_VIRTUAL_STAGES = re.compile(r"virtual stages (\d+)")
 _POWER_LIMIT = (500 / 700) ** (1 / 3)
 """Clock of an H100 that is limited to 500 of 700 W: power grows with the cube of the clock."""
 
@@ -300,6 +303,8 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         if row.get("per_device_batch")
         else row["global_batch"]
     )
+    split = shape.sizes["data"] * shape.sizes["fsdp"]
+    microbatches, bubble = _pipeline(row, shape.pipe, batch / split, parts)
     return Workload(
         layers=layers,
         width=d,
@@ -314,7 +319,10 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         sequence=row["seq"],
         batch=batch,
         mesh=shape.sizes,
-        microbatches=parts,
+        microbatches=microbatches,
+        bubble=bubble,
+        # Systems with FSDP split parameters over the devices of a sequence too, Megatron does not.
+        gathered_axes=GATHERED_AXES if "fsdp" in row["mesh"] else ("fsdp",),
         quantized={dtype: 1.0} if dtype else {},
         recomputed=again / layer_params,
         recomputes_attention=remat.attention,
@@ -324,6 +332,25 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         offloaded=2 * sum(wide[name] for name in offloaded),
         is_fused=topology.platform == "tpu" or "compile" in row["precision"],
     )
+
+
+def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, float]:
+    """Return the microbatches of a step, and the idle time of a stage relative to its work.
+
+    Args:
+        examples: Of one pipeline, in a step.
+        parts: Microbatches that follow each other without a pipeline.
+    """
+    if stages == 1:
+        return parts, 0.0
+    said = _MICRO_BATCH.search(row.get("notes") or "")
+    size = row.get("micro_batch") or (said and int(said[1]))
+    if not size:
+        return parts, (stages - 1) / parts  # nothing is said: as GPipe
+    said = _VIRTUAL_STAGES.search(row.get("notes") or "")
+    chunks = row.get("virtual_stages") or (int(said[1]) if said else 1)
+    microbatches = round(examples / size)
+    return microbatches, (stages - 1) / (microbatches * chunks)
 
 
 def _keys(sequence: int, extra: Mapping[str, Any]) -> float:
