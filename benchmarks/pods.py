@@ -131,6 +131,29 @@ JOBS = (
         Figures(temporaries=7.9, gathered=26, reduced=15, compute=3.4),
         Figures(8.085, 25.98, 29.97, 56.07, 3.393),
         ("compile_topology=v5e-256", "model_name=llama3-8b", "ici_fsdp_parallelism=256"),
+        equal=Figures(
+            temporaries=8.085,
+            gathered=25.98,
+            reduced=29.97,
+            sent=56.08,
+            compute=2.689,
+            arguments=0.354,
+            exposed=0.237,
+            step=3.895,
+        ),
+    ),
+    Job(
+        "8b-v6e",
+        "llama3-8b",
+        "v6e:16x16",
+        {"fsdp": 256},
+        Figures(temporaries=9.5, gathered=27.8, reduced=14.5, compute=1.61),
+        maxtext_arguments=(
+            "compile_topology=v6e-256",
+            "model_name=llama3-8b",
+            "ici_fsdp_parallelism=256",
+        ),
+        sequences=2,
     ),
     Job(
         "70b",
@@ -411,7 +434,8 @@ def measure_maxtext(job: Job, python: str, flags: str) -> Figures:
             "dataset_type=synthetic",
             "run_name=pods",
         ]
-        common += [f"compile_xla_flags={flags}"]
+        if flags:
+            common += [f"compile_xla_flags={flags}"]
         common += [f"base_output_directory={folder}", *job.maxtext_arguments]
         script = [python, str(Path(__file__).with_name("maxtext_step.py")), str(file)]
         done = run([*script, *common], JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", PYTHONPATH="")

@@ -85,7 +85,8 @@ def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -
     crossing = _gradients_between_slices(work, network)
     slice_batch = None
     if crossing:
-        slice_batch = work.batch / network.topology.slices * crossing / matmuls
+        on_slice = work.batch / network.topology.slices
+        slice_batch = on_slice * crossing / (matmuls * _backward_share(work))
     return Roofline(
         communication=communication,
         critical_batch=gathers and work.batch * gathers / matmuls,
@@ -96,6 +97,12 @@ def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -
         hardware_flops=work.hardware_flops,
         days=steps * sum(parts.values()) / 86_400,
     )
+
+
+def _backward_share(work: Workload) -> float:
+    """Return the share of matmuls in the backward pass: gradients exist there alone."""
+    again = work.recomputed * work.layer_params / (work.layer_params + work.head_params)
+    return (4 + 2 * again) / (6 + 2 * again)
 
 
 def _gradients_between_slices(work: Workload, network: Network) -> float:

@@ -25,6 +25,7 @@ from spmd.sharding.mesh import AXES, GATHERED_AXES, MeshShape
 from spmd.step_time.closed_form import Workload, closed_form, collective_seconds
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.report import StepTime
+from spmd.step_time.roofline import roofline
 
 ROUND = Hardware(
     peak=1e12, memory_bandwidth=1e9, link=1e9, network=1e8, host=1e9, latency=0, network_latency=0
@@ -110,6 +111,28 @@ def test_parts_of_two_slices_add_up() -> None:
     assert waiting == pytest.approx(0.1 * math.pi**-0.5 * sum(parts.values()), rel=0.05)
     assert parts["exposed collectives over data"] == pytest.approx(0.5 * 3e5 * 2 / 256 / 1e8)
     assert parts["optimizer"] == pytest.approx(3e5 / 256 * 28 / 1e9)
+
+
+def test_gradients_between_slices_are_hidden_behind_the_backward_pass_alone() -> None:
+    """In it a token takes 4 of the 6 FLOPs of a parameter; half of the gradients cross, twice."""
+    sizes = {"data": 2, "fsdp": 256}
+    numbers = work(sizes, batch=512)
+    found = roofline(numbers, network("2xv5e:16x16", **sizes), RATES, 1)
+    crossing = 2 * (3e5 / 256 * 2) / 2 / 1e8
+    backward_of_example = 128 * 4 * 2.3e5 / 256 / 0.5e12
+    assert found.slice_batch == pytest.approx(crossing / backward_of_example)
+
+
+def test_parameters_are_gathered_over_the_sequence_too() -> None:
+    """Two axes of two chips send what one of four does; a table without `sequence` keeps them whole over it."""
+    whole = spent({"fsdp": 4}, "v5e:2x2")
+    both = spent({"fsdp": 2, "sequence": 2}, "v5e:2x2", kv_width=0)
+    name = "exposed collectives over fsdp"
+    assert both[f"{name}+sequence"] == pytest.approx(whole[name])
+    assert both["optimizer"] == pytest.approx(whole["optimizer"])
+    alone = spent({"fsdp": 2, "sequence": 2}, "v5e:2x2", gathered_axes=("fsdp",))
+    assert name in alone
+    assert alone["optimizer"] == pytest.approx(2 * whole["optimizer"])
 
 
 def test_stages_of_zero_by_hand() -> None:
