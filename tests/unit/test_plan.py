@@ -307,3 +307,66 @@ def test_problems_of_the_table_and_of_the_optimizer_come_together():
     with pytest.raises(RuleError) as caught:
         plan_of(odd, rules=Rules(RULES.params[:2]))
     assert [problem.where for problem in caught.value.problems] == ["optimizer state ", "scale"]
+
+
+def with_rows(**rows):
+    """The table of Llama with other specs of rows, by the last word of their pattern's module."""
+    params = []
+    for pattern, spec in LLAMA.params:
+        for name, other in rows.items():
+            if name in pattern:
+                spec = other
+        params.append((pattern, spec))
+    return dataclasses.replace(LLAMA, params=params)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "kept"),
+    [
+        (P("data", "tensor"), {"data": 2}, "data"),
+        (P(("data", "fsdp"), "tensor"), {"data": 2, "fsdp": 2}, "data"),
+        (P("expert", "tensor"), {"expert": 2, "fsdp": 2}, "expert"),
+    ],
+)
+def test_a_split_that_outlives_the_use_of_a_matrix_is_refused(spec, sizes, kept):
+    """A product of some rows of a kernel and some examples would be gathered by XLA, without a word."""
+    mesh = abstract_mesh(MeshShape(**sizes))
+    rules = with_rows(down_proj=spec)
+    with pytest.raises(RuleError) as caught:
+        make_plan(mesh, rules, tiny.model(), tiny.OPTIMIZER)
+    (problem,) = caught.value.problems
+    assert f"split over {kept} in its product" in problem.what
+    assert "fsdp" in problem.fix
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P(("fsdp", "expert"), "tensor"),
+        P("sequence", "tensor"),
+        P(("fsdp", "sequence"), "tensor"),
+        P("tensor", "fsdp"),
+    ],
+)
+def test_a_split_that_is_gathered_is_taken(spec):
+    """The controls of the test above: also over an axis of size 1, nothing is left of a split over examples."""
+    mesh = abstract_mesh(MeshShape(fsdp=2, expert=2, sequence=2, tensor=2))
+    rules = with_rows(down_proj=spec, up=P(("fsdp", "expert"), "tensor"))
+    plan = make_plan(mesh, rules, tiny.model(), tiny.OPTIMIZER)
+    placed = plan.placements["layers/mlp/down_proj/kernel"]
+    axes = {axis for entry in placed.compute_spec for axis in (entry or ())}
+    assert axes.isdisjoint({"fsdp", "expert", "sequence"})
+    assert make_plan(
+        abstract_mesh(MeshShape(fsdp=2)),
+        with_rows(down_proj=P("data", "tensor")),
+        tiny.model(),
+        tiny.OPTIMIZER,
+    )
+
+
+def test_state_that_is_whole_says_over_which_axes():
+    """ZeRO 1 keeps parameters whole over both axes of their gathers."""
+    mesh = abstract_mesh(MeshShape(fsdp=2, sequence=2))
+    plan = make_plan(mesh, LLAMA, tiny.model(), tiny.OPTIMIZER, zero=1)
+    (entry,) = [entry for entry in plan.params if entry.path == "layers/mlp/up_proj/kernel"]
+    assert entry.reason == "zero=1: whole over fsdp+sequence"
