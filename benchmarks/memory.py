@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from spmd.analysis.topology import parse_topology
+from spmd.analysis.topology import compiler_versions, parse_topology
 from spmd.distributed.initialize import initialize
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config

@@ -16,7 +16,7 @@ from typing import Any
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.chips import CHIPS, Hardware
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
-from spmd.sharding.mesh import AXES, GATHERED_AXES, MeshShape
+from spmd.sharding.mesh import AXES, BATCH_AXES, GATHERED_AXES, MeshShape
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Network, make_network
@@ -303,7 +303,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         if row.get("per_device_batch")
         else row["global_batch"]
     )
-    split = shape.sizes["data"] * shape.sizes["fsdp"]
+    split = math.prod(shape.sizes[axis] for axis in BATCH_AXES)
     microbatches, bubble = _pipeline(row, shape.pipe, batch / split, parts)
     return Workload(
         layers=layers,
@@ -322,7 +322,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         microbatches=microbatches,
         bubble=bubble,
         # Systems with FSDP split parameters over the devices of a sequence too, Megatron does not.
-        gathered_axes=GATHERED_AXES if "fsdp" in row["mesh"] else ("fsdp",),
+        gathered_axes=GATHERED_AXES if _is_fsdp(row) else ("fsdp",),
         quantized={dtype: 1.0} if dtype else {},
         recomputed=again / layer_params,
         recomputes_attention=remat.attention,
@@ -332,6 +332,10 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         offloaded=2 * sum(wide[name] for name in offloaded),
         is_fused=topology.platform == "tpu" or "compile" in row["precision"],
     )
+
+
+def _is_fsdp(row: Row) -> bool:
+    return any(_PUBLISHED_AXES.get(axis, axis) == "fsdp" for axis in row["mesh"])
 
 
 def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, float]:
@@ -349,7 +353,7 @@ def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, 
         return parts, (stages - 1) / parts  # nothing is said: as GPipe
     said = _VIRTUAL_STAGES.search(row.get("notes") or "")
     chunks = row.get("virtual_stages") or (int(said[1]) if said else 1)
-    microbatches = round(examples / size)
+    microbatches = max(1, round(examples / size))
     return microbatches, (stages - 1) / (microbatches * chunks)
 
 

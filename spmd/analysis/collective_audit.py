@@ -37,7 +37,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import read_names
 from spmd.sharding.dims import spec_dims
-from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, slice_numbers
+from spmd.sharding.mesh import AXES, BATCH_AXES, TOKEN_AXES, AnyMesh, slice_numbers
 from spmd.sharding.rules import spec_text
 from spmd.training.step import TrainStep
 from spmd.tree import human_bytes
@@ -368,7 +368,7 @@ def _looked_up(array: str, plan: ShardingPlan | None) -> PlanEntry | None:
         if roles.get(entry.path) != LOOKUP:
             continue
         *_, features = spec_dims(entry.spec, len(entry.shape), AXES)
-        is_split = features and set(features) <= set(BATCH_AXES)
+        is_split = features and set(features) <= set(TOKEN_AXES)
         if is_split and str(entry.shape[-1]) in widths:
             return entry
     return None

@@ -19,7 +19,10 @@ _SMALLEST = 0.001
 
 _LINE = re.compile(r"(\.py):\d+")
 _FOLDERS = re.compile(r"/\S*/(?=spmd/)")
-_MEMORY = ("arguments", "temporaries", "host_arguments", "host_temporaries")
+_MEMORY = ("arguments", "temporaries")
+_HOST_MEMORY = ("host_arguments", "host_temporaries")
+PARTS = ("mesh", "precision", "compress", "xla", "memory", "collectives")
+"""What every record of a compiled step has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Limits:
     """Most growth of each total, in percent."""
 
     memory: float = 3.0
-    """Of the compiled step, on the device."""
+    """Of the compiled step, on the device and on the host."""
     bytes: float = 3.0
     """On the network, of all collectives."""
     compute: float = 3.0
@@ -62,6 +65,7 @@ class Total:
         unit: `"bytes"` or `"seconds"`.
         limit: Percent by which it may grow.
         before: None where a step has no such figure, as programs for GPUs have no cycles.
+        least: Growth that no limit forbids, such as that from nothing to next to nothing.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Total:
     before: float | None
     after: float | None
     parts: tuple[Part, ...] = ()
+    least: float = 0.0
 
     @property
     def percent(self) -> float | None:
@@ -85,9 +90,11 @@ class Total:
     @property
     def is_exceeded(self) -> bool:
         """Whether it grew by more than its limit, or is not known any more."""
-        if self.percent is None:
+        if self.before is None or self.after is None:
             return self.before is not None
-        return self.percent > self.limit
+        if self.after - self.before <= self.least:
+            return False
+        return self.percent is not None and self.percent > self.limit
 
     @property
     def changed_parts(self) -> list[Part]:
@@ -210,6 +217,7 @@ def compare_compiled(
     held = memory.numbers(_MEMORY)
     totals = (
         memory.total("memory of a device", "bytes", limits.memory, "total", held),
+        memory.sum_of("memory of the host, of a device", "bytes", limits.memory, _HOST_MEMORY),
         _traffic(before, after, limits.bytes),
         compute.total("compute", "seconds", limits.compute, "seconds", _cycles(before, after)),
         _exposed(before, after, limits.exposed),
@@ -233,11 +241,27 @@ class _Both:
             for name in names
         )
 
+    def sum_of(self, name: str, unit: str, limit: float, keys: Sequence[str]) -> Total:
+        """Return the total of some keys."""
+        parts = self.numbers(keys)
+        before = sum(part.before for part in parts)
+        after = sum(part.after for part in parts)
+        return Total(name, unit, limit, before, after, parts)
+
     def total(
         self, name: str, unit: str, limit: float, key: str, parts: tuple[Part, ...] = ()
     ) -> Total:
         """Return the total of a key."""
         return Total(name, unit, limit, self.before.get(key), self.after.get(key), parts)
+
+
+def _exposed_parts(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the exposed communication of a step, by kind, axes and cause."""
+    exposed = collections.defaultdict[str, float](float)
+    for each in (record.get("time") or {}).get("collectives", ()):
+        cause = _without_lines(each["cause"])
+        exposed[f"{each['kind']} over {each['over']}: {cause}"] += each["exposed"]
+    return exposed
 
 
 def _parts(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Part, ...]:
@@ -273,19 +297,17 @@ def _traffic(before: Mapping[str, Any], after: Mapping[str, Any], limit: float) 
 
 
 def _exposed(before: Mapping[str, Any], after: Mapping[str, Any], limit: float) -> Total:
-    """Return the exposed communication, by kind, axes and cause."""
-    totals: list[float | None] = []
-    parts = []
-    for record in (before, after):
-        time = record.get("time")
-        exposed = collections.defaultdict[str, float](float)
-        for each in (time or {}).get("collectives", ()):
-            cause = _without_lines(each["cause"])
-            exposed[f"{each['kind']} over {each['over']}: {cause}"] += each["exposed"]
-        parts.append(exposed)
-        totals.append(sum(exposed.values()) if time else None)
+    """Return the exposed communication of two steps."""
+    one, other = _exposed_parts(before), _exposed_parts(after)
+    steps = [(record.get("time") or {}).get("seconds") for record in (before, after)]
     return Total(
-        "exposed communication", "seconds", limit, totals[0], totals[1], _parts(parts[0], parts[1])
+        "exposed communication",
+        "seconds",
+        limit,
+        None if steps[0] is None else sum(one.values()),
+        None if steps[1] is None else sum(other.values()),
+        _parts(one, other),
+        least=_SMALLEST * (steps[0] or 0.0),
     )
 
 
@@ -313,6 +335,7 @@ def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
     for record in (before, after):
         values = {name: record.get(name) for name in _SETTINGS}
         values |= {f"mesh.{axis}": size for axis, size in record["mesh"].items()}
+        values |= {f"slices.{axis}": n for axis, n in (record.get("slices") or {}).items()}
         values |= {f"precision.{name}": value for name, value in record["precision"].items()}
         values |= {f"compress.{name}": value for name, value in record["compress"].items()}
         for flag in record["xla"]["flags"]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from spmd.analysis.compiled_difference import Limits, compare_compiled
+from spmd.analysis.compiled_difference import PARTS, Limits, compare_compiled
 from spmd.commands.parsing import parse_flags
 from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spinner
@@ -55,15 +56,22 @@ def run_diff(arguments: list[str]) -> int:
         flags = arguments[at + 1 :]
         arguments = arguments[:at]
     command = parse_flags(DiffCommand, arguments, "spmd diff")
-    problems = list(_problems(command, flags))
-    if problems:
-        raise ConfigError(_TITLE, problems)
+    if len(command.steps) != 2:
+        detail = f"{len(command.steps)} given"
+        fix = "spmd diff BEFORE AFTER: files of JSON, or configs"
+        raise ConfigError(_TITLE, [Problem("steps", "are not two", detail, fix)])
     before, after = command.steps
-    found = compare_compiled(
-        _record(before, command.topology, command.before_python, flags),
-        _record(after, command.topology, command.after_python, flags),
-        command.limits,
+    steps = (
+        _Step(before, command.before_python, "--before-python"),
+        _Step(after, command.after_python, "--after-python"),
     )
+    problems = list(_flag_problems(command, steps, flags))
+    for step in steps:
+        problems += step.problems()
+    if problems:  # all of them, before minutes of compilation
+        raise ConfigError(_TITLE, problems)
+    one, other = (step.record(command.topology, flags) for step in steps)
+    found = compare_compiled(one, other, command.limits)
     if command.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -71,12 +79,79 @@ def run_diff(arguments: list[str]) -> int:
     return int(found.is_exceeded)
 
 
-def _problems(command: DiffCommand, flags: Sequence[str]) -> Iterator[Problem]:
-    if len(command.steps) != 2:
-        fix = "spmd diff BEFORE AFTER: files of JSON, or configs"
-        yield Problem("steps", "are not two", f"{len(command.steps)} given", fix)
-        return
-    configs = [step for step in command.steps if not _is_file(step)]
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One of the two steps, as it was asked for.
+
+    Attributes:
+        flag: The name of the flag of its interpreter.
+    """
+
+    text: str
+    python: str
+    flag: str
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file of JSON."""
+        return self.text.endswith(".json")
+
+    @property
+    def revision(self) -> str:
+        """The revision of its code; empty for that of the working folder."""
+        revision, colon, _ = self.text.partition(":")
+        if not colon or revision.endswith(".py"):  # FILE.py:FUNCTION
+            return ""
+        return revision
+
+    @property
+    def interpreter(self) -> str:
+        """The interpreter; its path is that from the working folder."""
+        if "/" in self.python:
+            return str(Path(self.python).absolute())
+        return self.python or sys.executable
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems of its names, and of the contents of a file."""
+        if self.is_file and self.python:
+            what = f"has no effect on {self.text}, which was written before"
+            yield Problem(self.flag, what, fix="none")
+        elif self.python and shutil.which(self.interpreter) is None:
+            yield Problem(self.flag, f"{self.python} is no program", fix="a Python with spmd")
+        if self.is_file:
+            with _collected() as found:
+                _read(Path(self.text))
+            yield from found
+        elif self.revision:
+            with _collected() as found:
+                _git("rev-parse", "--verify", f"{self.revision}^{{commit}}")
+            yield from found
+
+    def record(self, topology: str, flags: Sequence[str]) -> dict[str, Any]:
+        """Return the record of the step, read or compiled."""
+        if self.is_file:
+            return _read(Path(self.text))
+        if not self.revision:
+            return _compile(self.text, topology, self.interpreter, flags, Path.cwd())
+        _, _, config = self.text.partition(":")
+        with _checkout(self.revision) as tree:
+            return _compile(config, topology, self.interpreter, flags, tree)
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[list[Problem]]:
+    """Yield a list, and add the problems of an error inside the `with` to it."""
+    found: list[Problem] = []
+    try:
+        yield found
+    except ConfigError as error:
+        found += error.problems
+
+
+def _flag_problems(
+    command: DiffCommand, steps: Sequence[_Step], flags: Sequence[str]
+) -> Iterator[Problem]:
+    configs = [step.text for step in steps if not step.is_file]
     if configs and not command.topology:
         fix = "--topology v5e:16x16"
         yield Problem("--topology", f"is needed to compile {configs[0]}", fix=fix)
@@ -86,57 +161,47 @@ def _problems(command: DiffCommand, flags: Sequence[str]) -> Iterator[Problem]:
     if not configs and flags:
         fix = "flags are of configs, which are compiled"
         yield Problem(" ".join(flags), "has no effect on files that were written before", fix=fix)
-    pythons = {"--before-python": command.before_python, "--after-python": command.after_python}
-    for (flag, python), step in zip(pythons.items(), command.steps, strict=True):
-        if python and _is_file(step):
-            yield Problem(flag, f"has no effect on {step}, which was written before", fix="none")
-
-
-def _is_file(step: str) -> bool:
-    """Return whether a step is a file of JSON."""
-    return step.endswith(".json")
-
-
-def _record(step: str, topology: str, python: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Return the record of a step, read or compiled."""
-    if _is_file(step):
-        return _read(Path(step))
-    revision, colon, config = step.partition(":")
-    if not colon or revision.endswith(".py"):  # FILE.py:FUNCTION
-        return _compile(step, topology, python, flags, Path.cwd())
-    with _checkout(revision) as tree:
-        return _compile(config, topology, python, flags, tree)
 
 
 def _read(file: Path) -> dict[str, Any]:
     """Read a record; raise a `ConfigError` for a file without one."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        problem = Problem(str(file), f"is no JSON: {error}", fix=_WRITE)
+    except (OSError, ValueError, RecursionError) as error:
+        problem = Problem(str(file), f"cannot be read: {error}", fix=_WRITE)
         raise ConfigError(_TITLE, [problem]) from None
-    if not isinstance(record, dict) or not record.get("memory", {}).get("compiled"):
+    if not _is_compiled(record):
         problem = Problem(str(file), "is not of a compiled step", fix=_WRITE)
         raise ConfigError(_TITLE, [problem])
     return record
+
+
+def _is_compiled(record: Any) -> bool:
+    """Return whether JSON is a record of a compiled step."""
+    if not isinstance(record, dict) or not record.keys() >= set(PARTS):
+        return False
+    memory = record["memory"]
+    return isinstance(memory, dict) and isinstance(memory.get("compiled"), dict)
 
 
 def _compile(
     config: str, topology: str, python: str, flags: Sequence[str], folder: Path
 ) -> dict[str, Any]:
     """Compile a config in a process of its own, with the code of a folder."""
-    command = [python or sys.executable, "-m", "spmd_command", "plan", config]
-    command += ["--topology", topology, "--compile", "--json", *flags]
+    arguments = ["plan", config, "--topology", topology, "--compile", "--json", *flags]
+    command = [python, "-m", "spmd_command", *arguments]
     with spinner(f"compiling {config} for {topology}"):
         # Python finds modules in the working folder first.
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    record = {}
+    record = None
     with contextlib.suppress(ValueError):
         record = json.loads(done.stdout)
-    if not record.get("memory", {}).get("compiled"):
+    if not _is_compiled(record):
         last = done.stderr.strip()[-2000:] or "the compiler refuses the step"
-        raise ConfigError(_TITLE, [Problem(" ".join(command[2:]), "was not compiled", last)])
-    return record
+        raise ConfigError(
+            _TITLE, [Problem(f"spmd {' '.join(arguments)}", "was not compiled", last)]
+        )
+    return dict(record or {})
 
 
 @contextlib.contextmanager

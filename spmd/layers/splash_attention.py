@@ -25,6 +25,8 @@ from spmd.layers.upcast import upcast_float16
 from spmd.layers.zigzag import zigzag
 
 _BLOCKS = SplashBlocks()
+_LEAST_OF_WINDOW = 512
+"""Queries or keys in a block of attention in a short window, if they divide."""
 _Block = tuple[int, int]
 """Queries and keys of a block."""
 _Table = np.ndarray
@@ -128,9 +130,9 @@ def _kernel(
     interpret: bool,
 ) -> Any:
     """Return the kernel for one device's queries of one sequence."""
-    output = _dividing(blocks.output, seq, queries)
-    query_gradient = _dividing(blocks.query_gradient, seq, queries)
-    key_gradient = _dividing(blocks.key_gradient, seq, queries)
+    output = _dividing(blocks.output, seq, queries, options.window)
+    query_gradient = _dividing(blocks.query_gradient, seq, queries, options.window)
+    key_gradient = _dividing(blocks.key_gradient, seq, queries, options.window)
     sizes = splash.BlockSizes(
         block_q=output[0],
         block_kv=output[1],
@@ -158,11 +160,17 @@ def _kernel(
     )
 
 
-def _dividing(block: _Block, seq: int, queries: Queries) -> _Block:
-    """Return the largest block, by halves of each number, that divides runs of queries, and keys."""
+def _dividing(block: _Block, seq: int, queries: Queries, window: int | None) -> _Block:
+    """Return the largest block, by halves of each number, that divides runs of queries, and keys.
+
+    It is not much longer than a window, for blocks are skipped whole.
+    """
+    longest = seq
+    if window is not None:
+        longest = max(window, _LEAST_OF_WINDOW)
     sizes = []
     for size, length in zip(block, (seq // queries.runs, seq), strict=True):
-        while length % size:
+        while length % size or size > longest:
             size //= 2
         sizes.append(size)
     return sizes[0], sizes[1]

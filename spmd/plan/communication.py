@@ -211,9 +211,16 @@ def _is_matrix(entry: PlanEntry, placed: ParamPlacement) -> bool:
 def _reduced_elements(
     entry: PlanEntry, param: ShardedParam, axis: str, sizes: Mapping[str, int]
 ) -> int:
-    """Return the elements sent by a device over an axis for the sum of a gradient."""
-    others = [name for name in itertools.chain(*param.grad_dims) if name != axis]
-    count = math.prod(entry.shape) // math.prod(sizes[name] for name in others)
-    if axis in itertools.chain(*param.scatters):
+    """Return the elements sent by a device over an axis for the sum of a gradient.
+
+    What was scattered before over other axes is not sent again.
+    """
+    scattered = list(param.scattered)
+    before = scattered
+    if axis in scattered:
+        before = scattered[: scattered.index(axis)]
+    parts = math.prod(sizes[name] for name in (*param.split, *before))
+    count = math.prod(entry.shape) // parts
+    if axis in scattered:
         return count
     return 2 * count  # a sum is a gather as well

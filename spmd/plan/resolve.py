@@ -166,12 +166,11 @@ def audit_rules(
     problems += _audit_names_of_stacks(rules, shapes, info)
     specs = _matched_specs(rules, shapes)
     problems += _audit_expert_axis(mesh, specs)
-    for _, spec in rules.activations:
-        specs.append(spec)
+    of_tokens = [spec for _, spec in rules.activations]
     for _, value in rules.batch:
         if isinstance(value, P):
-            specs.append(value)
-    problems += _audit_sequence_axis(mesh, specs)
+            of_tokens.append(value)
+    problems += _audit_sequence_axis(mesh, of_tokens)
     problems += _audit_products(mesh, rules, info)
     return problems
 
@@ -179,10 +178,12 @@ def audit_rules(
 def _audit_products(mesh: AnyMesh, rules: Rules, info: ModelInfo) -> Iterator[Problem]:
     """Yield a problem for each rule that leaves a matrix split, in its product, as examples are.
 
-    A device would have some of the inputs or outputs, for some of the examples.
+    A device would have some of the inputs or outputs, for some of the examples. Matrices that no
+    layer gathers itself are gathered over all axes of tokens (`spmd.plan.partition_safe`).
     """
     known = set[str]()
-    for path, matrix in info.matrices.items():
+    for path in sorted(info.matrices.keys() & info.gathered_by_layer):
+        matrix = info.matrices[path]
         match = rules.match(path)
         if match is None or match.rule in known or isinstance(match.requested, Replicate):
             continue

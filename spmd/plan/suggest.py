@@ -25,7 +25,7 @@ from spmd.errors import Problem, RuleError, describe_value
 from spmd.model_interface.model import Model
 from spmd.sharding.flax_metadata import flatten_module
 from spmd.sharding.layer_paths import Stack, dims_of, own_stacks, without_dims
-from spmd.sharding.mesh import GATHERED_AXES, AnyMesh, shards_of
+from spmd.sharding.mesh import AXES, GATHERED_AXES, AnyMesh, shards_of
 from spmd.sharding.optimizer_state import is_random_key
 from spmd.sharding.rules import Replicate, Rules, replicate
 from spmd.sharding.strict_rules import StrictRule, TableParam, Value, as_python, strict_rules
@@ -159,7 +159,7 @@ class _Axes:
     def of(cls, mesh: AnyMesh) -> "_Axes":
         """Return the axes of a plan's mesh, or of any other."""
         names = mesh.axis_names
-        if {"fsdp", "tensor", "expert"} <= set(names):
+        if set(AXES) <= set(names):
             experts = ""
             if mesh.shape["expert"] > 1:
                 experts = "expert"
@@ -208,6 +208,9 @@ def _specs(shape: tuple[int, ...], axes: _Axes) -> Iterator[P]:
     """Yield possible specs of an array of a layer, the preferred ones first."""
     if len(shape) == 1:
         yield P(axes.rows)
+        if not isinstance(axes.rows, str):
+            for axis in axes.rows:
+                yield P(axis)
         return
     *leading, into, out = shape
     pairs = [(axes.rows, axes.columns), (axes.columns, axes.rows)]
@@ -215,6 +218,10 @@ def _specs(shape: tuple[int, ...], axes: _Axes) -> Iterator[P]:
         pairs.reverse()
     first, second = pairs[0]
     single = [(first, None), (second, None), (None, first), (None, second)]
+    if not isinstance(axes.rows, str):  # a dimension may divide over one of them alone
+        for axis in axes.rows:
+            pairs += [(axis, axes.columns), (axes.columns, axis)]
+            single += [(axis, None), (None, axis)]
     before: list[tuple[Any, ...]] = [(None,) * len(leading)]
     if leading and axes.experts:
         before.insert(0, (*before[0][1:], axes.experts))

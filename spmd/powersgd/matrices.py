@@ -90,12 +90,13 @@ class Matrix:
 
 
 def find_matrices(
-    plan: ShardingPlan, rank: int, rate: float
+    plan: ShardingPlan, rank: int, rate: float, summed: Sequence[str] = (AXIS,)
 ) -> tuple[dict[str, Matrix], dict[str, str]]:
     """Return path → matrices to compress, and path → the reason to send a gradient as it is.
 
     Args:
         rate: A matrix is compressed if (n + m) · rank · rate < n · m.
+        summed: The axes of the exchange.
     """
     matrices = dict[str, Matrix]()
     plain = dict[str, str]()
@@ -104,7 +105,7 @@ def find_matrices(
         if len(entry.shape) - len(stacked) < 2:
             plain[entry.path] = "no matrix"
             continue
-        matrix = make_matrix(entry.shape, entry.spec, stacked, plan.mesh)
+        matrix = make_matrix(entry.shape, entry.spec, stacked, plan.mesh, summed)
         reason = _not_compressed(matrix, rank, rate)
         if reason:
             plain[entry.path] = reason
@@ -113,10 +114,22 @@ def find_matrices(
     return matrices, plain
 
 
-def make_matrix(shape: tuple[int, ...], spec: P, stacked: Sequence[int], mesh: AnyMesh) -> Matrix:
-    """Return the matrices of a gradient: its last two unstacked dimensions."""
+def make_matrix(
+    shape: tuple[int, ...],
+    spec: P,
+    stacked: Sequence[int],
+    mesh: AnyMesh,
+    summed: Sequence[str] = (AXIS,),
+) -> Matrix:
+    """Return the matrices of a gradient: its last two unstacked dimensions.
+
+    An exchange scatters what a device has, so in a dimension of several axes the summed ones are
+    the last.
+    """
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    dims = spec_dims(spec, len(shape), axes)
+    dims = []
+    for split in spec_dims(spec, len(shape), axes):
+        dims.append(tuple(sorted(split, key=lambda axis: axis in summed)))
     *_, rows, columns = (dim for dim in range(len(shape)) if dim not in stacked)
     local = local_shape(shape, dims, mesh.shape)
     return Matrix(shape, tuple(dims), (rows, columns), local)

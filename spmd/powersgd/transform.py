@@ -79,7 +79,7 @@ class PowerSGD(GradTransform):
 
     def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
         """Return the errors of each device, and Q of each matrix."""
-        matrices, _ = find_matrices(plan, self.rank, self.rate)
+        matrices, _ = find_matrices(plan, self.rank, self.rate, self.axes)
         devices = plan.mesh.shape[AXIS]
         state = dict[str, StateArray]()
         for path, matrix in matrices.items():
@@ -109,7 +109,7 @@ class PowerSGD(GradTransform):
 
     def sent(self, plan: ShardingPlan) -> dict[str, dict[str, tuple[int, int]]]:
         """Return path → axis → bytes of P and of Q of all layers, for compressed gradients."""
-        matrices, _ = find_matrices(plan, self.rank, self.rate)
+        matrices, _ = find_matrices(plan, self.rank, self.rate, self.axes)
         found = {}
         for path, matrix in matrices.items():
             found[path] = {AXIS: matrix.sent(self.rank)}
@@ -127,7 +127,7 @@ class PowerSGD(GradTransform):
             placement = current().placements[path]
             spec = placement.of_stack().grad_spec
             stacked = stored_dims(placement.stacks)
-            matrix = make_matrix(g.shape[1:], spec, stacked, local.mesh)
+            matrix = make_matrix(g.shape[1:], spec, stacked, local.mesh, self.axes)
             states = errors[path], qs[path]
             total, error, q = _exchange(path, g, states, matrix, local, self)
             after[f"{ERROR}/{path}"] = error
@@ -225,7 +225,7 @@ class PowerSGD(GradTransform):
 
     def _matrix_problems(self, plan: ShardingPlan) -> Iterator[Problem]:
         """Yield the problems if no gradient would be compressed."""
-        matrices, plain = find_matrices(plan, self.rank, self.rate)
+        matrices, plain = find_matrices(plan, self.rank, self.rate, self.axes)
         if matrices:
             return
         above = dict[str, str]()

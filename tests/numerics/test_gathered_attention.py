@@ -18,7 +18,7 @@ from spmd.layers import attention as attention_module
 from spmd.layers.attention import xla_attention
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.gathered_attention import gathered_attention
-from spmd.layers.splash_attention import Queries, _unmasked
+from spmd.layers.splash_attention import Queries, _dividing, _unmasked
 from spmd.layers.zigzag import zigzag
 from spmd.model_interface import attention_config
 from spmd.model_interface.attention_config import (
@@ -149,6 +149,16 @@ def _visited(data_next, active, axis):
     rows = np.moveaxis(data_next, axis, -1)[0]
     is_active = np.moveaxis(active, axis, -1)[0]
     return [row[flags].tolist() for row, flags in zip(rows, is_active, strict=True)]
+
+
+def test_blocks_are_not_much_longer_than_a_window():
+    """Blocks are skipped whole: with those of long sequences, a short window would be most of the work."""
+    wide, queries = (2048, 2048), Queries()
+    assert _dividing(wide, 8192, queries, None) == wide
+    assert _dividing(wide, 8192, queries, 1024) == (1024, 1024)
+    assert _dividing(wide, 8192, queries, 128) == (512, 512)
+    assert _dividing((1024, 512), 8192, Queries(8, is_zigzag=True), None) == (512, 512)
+    assert _dividing(wide, 384, queries, None) == (128, 128)
 
 
 def test_tables_of_a_million_tokens_take_no_time():

@@ -27,6 +27,7 @@ from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.plan.communication import reductions
 from spmd.powersgd import transform as powersgd
 from spmd.powersgd.transform import PowerSGD, Replicas
+from spmd.sharding.mesh import BATCH_AXES
 from spmd.training.state import as_stored, from_stored
 from spmd.training.step import TrainStep
 from tests import tiny
@@ -148,6 +149,28 @@ def test_full_rank_is_the_plain_exchange(rank: int, is_exact: bool) -> None:
         distance(x, y) < NEAR for x, y in zip(plain, map(mean_gradient, batches), strict=True)
     )
     assert all((distance(x, y) < NEAR) == is_exact for x, y in zip(found, plain, strict=True))
+
+
+def over_both(rank: int, over: tuple[str, ...]) -> np.ndarray:
+    """The gradient of a step whose kernel is split over fsdp and sequence, and its errors, added up."""
+    table = dataclasses.replace(
+        RULES,
+        params=[("kernel", P(("fsdp", "sequence"))), RULES.params[1]],
+        batch=[("x|y", P(BATCH_AXES, "sequence"))],
+    )
+    mesh = tiny.mesh(data=2, fsdp=2, sequence=2)
+    plan = spmd.make_plan(mesh, table, MODEL, SGD).with_transforms(
+        PowerSGD(rank, rate=1.0, axes=over)
+    )
+    made = spmd.make_train_step(plan, grad_fn=value_and_grad(loss_fn), keep_gradients=True)
+    state, (found,) = run(made, [batch(0)])
+    return found + error(state).mean(axis=0)
+
+
+@pytest.mark.parametrize("over", [("data",), ("data", "fsdp")])
+def test_parts_of_two_axes_are_not_exchanged(over: tuple[str, ...]) -> None:
+    """A gradient is scattered over `sequence` in the step, and over `fsdp` after it or before."""
+    assert distance(over_both(1, over), mean_gradient(batch(0))) < NEAR
 
 
 def differing_replicas(state: Any) -> set[str]:

@@ -166,3 +166,10 @@ def test_rows_are_split_over_the_sequence_too():
     assert dict(split.params)["kernel"] == P(("fsdp", "sequence"), "tensor")
     whole = read(spmd.suggest_rules(params, abstract_mesh(MeshShape(fsdp=2))))
     assert dict(whole.params)["kernel"] == P("fsdp", "tensor")
+    odd = {"up": {"kernel": jax.ShapeDtypeStruct((36, 24), "float32")}}
+    alone = read(spmd.suggest_rules(odd, abstract_mesh(MeshShape(fsdp=4, sequence=8))))
+    assert dict(alone.params)["kernel"] == P(
+        "tensor", "sequence"
+    )  # 36 / (4 · 8) is no whole number
+    theirs = AbstractMesh((2, 2, 2), ("fsdp", "expert", "tensor"))
+    assert read(spmd.suggest_rules(params, theirs)).params

@@ -115,7 +115,14 @@ def test_the_exit_code_says_whether_a_limit_is_exceeded(tmp_path, capsys):
         (["demo", "b.json"], ["--topology: is needed to compile demo"]),
         (
             ["a.json", "b.json", "--topology", "v5e:2x4", "--after-python", "p", "--", "--steps"],
-            ["--topology: has no effect", "--steps: has no effect", "--after-python: has no"],
+            [
+                *("--topology: has no effect", "--steps: has no effect", "--after-python: has no"),
+                *("a.json: cannot be read", "b.json: cannot be read"),
+            ],
+        ),
+        (
+            ["nowhere:demo", "demo", "--topology", "v5e:2x4", "--after-python", "none/python"],
+            ["git rev-parse --verify nowhere", "--after-python: none/python is no program"],
         ),
     ],
 )
@@ -125,9 +132,20 @@ def test_all_that_has_no_effect_is_refused_at_once(arguments, said):
     assert all(text in str(caught.value) for text in said)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"memory": {"compiled": null}}', "no"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[]",
+        "no",
+        json.dumps({**STEP, "memory": {"compiled": None}}),
+        '{"memory": 5}',
+        '{"memory": {"compiled": {"total": 1}}}',
+    ],
+    ids=["deep", "list", "words", "not compiled", "--time", "of parts"],
+)
 def test_a_file_of_something_else_is_refused(tmp_path, text):
-    """Also one of a plan that was not compiled."""
+    """Also one of a plan that was not compiled, and of another view of a plan."""
     file = tmp_path / "step.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match="--compile --json"):
@@ -157,3 +175,23 @@ def test_moved_lines_and_other_folders_are_no_change():
     assert network.changed_parts == []
     other = compare_compiled(before, sent("spmd/layers/moe.py:143"), Limits())
     assert any(total.changed_parts for total in other.totals)
+
+
+def test_growth_from_nothing_to_next_to_nothing_is_no_growth():
+    """A nanosecond of exposed communication where there was none; a hundredth of the step is."""
+
+    def exposed(seconds):
+        time = copy.deepcopy(STEP["time"])
+        time["collectives"][0]["exposed"] = seconds
+        return changed(time=time)
+
+    assert not compare_compiled(exposed(0.0), exposed(1e-9), Limits()).is_exceeded
+    assert compare_compiled(exposed(0.0), exposed(0.03), Limits()).is_exceeded
+
+
+def test_memory_of_the_host_is_a_total_of_its_own():
+    memory = {"compiled": {**STEP["memory"]["compiled"], "host_temporaries": 500}}
+    found, known = totals(changed(memory=memory))
+    assert found.is_exceeded
+    assert known["memory of the host, of a device"].after == 500
+    assert not known["memory of a device"].is_exceeded

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from spmd.errors import ConfigError, RuleError
 from spmd.model_interface.model import Model
 from spmd.optim.per_layer import per_layer
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd.plan.communication import reductions
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
 from spmd.sharding.rules import Rules, replicate
@@ -370,3 +372,22 @@ def test_state_that_is_whole_says_over_which_axes():
     plan = make_plan(mesh, LLAMA, tiny.model(), tiny.OPTIMIZER, zero=1)
     (entry,) = [entry for entry in plan.params if entry.path == "layers/mlp/up_proj/kernel"]
     assert entry.reason == "zero=1: whole over fsdp+sequence"
+
+
+def test_what_is_scattered_is_not_sent_again():
+    """A gradient goes over fsdp whole, and the part that is left of it over the sequence."""
+    mesh = abstract_mesh(MeshShape(fsdp=4, sequence=2))
+    plan = make_plan(mesh, LLAMA, tiny.model(), tiny.OPTIMIZER)
+    path = "layers/mlp/up_proj/kernel"
+    (entry,) = [entry for entry in plan.params if entry.path == path]
+    sent = {each.axes: each.elements for each in reductions(plan) if each.path == path}
+    count = math.prod(entry.shape)
+    assert sent == {("fsdp",): count, ("sequence",): count // 4}
+
+
+def test_parameters_alone_split_no_sequence():
+    """Each device of the axis would compute the same."""
+    model = Model(lambda key: {"w": jnp.ones((8, 4))}, lambda params, x: x @ params["w"])
+    rules = Rules([("w", P(("fsdp", "sequence")))])
+    with pytest.raises(RuleError, match=r"mesh\.sequence: splits nothing"):
+        make_plan(abstract_mesh(MeshShape(sequence=2)), rules, model, optax.sgd(1.0))
