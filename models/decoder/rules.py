@@ -1,12 +1,12 @@
 """Rule table of a decoder, from the rows of the parts of its layers.
 
-Megatron style: columns then rows over `tensor`, everything large over `fsdp`; in a model with
-experts, what is no expert is split over `expert` too, and gathered over both.
+Megatron style: columns then rows over `tensor`, everything large over `fsdp` and `sequence`; in a
+model with experts, what is no expert is split over `expert` too, and gathered over all of them.
 
 The embedding is split by columns, not by vocabulary. Each device looks up its columns for all
-tokens of its `fsdp × tensor` group, and then columns are exchanged for tokens: activations are
-communicated instead of the table, and the table's gradient needs no sum over `fsdp`. As a tied head
-it is split by vocabulary. Over `pipe`, where every stage of a pipeline uses embedding and head
+tokens of its `fsdp × sequence × tensor` group, and then columns are exchanged for tokens:
+activations are communicated instead of the table, and the table's gradient needs no sum over
+`fsdp`. As a tied head it is split by vocabulary. Over `pipe`, where every stage of a pipeline uses embedding and head
 whole, only what is stored is split.
 
 Between the matrices, the residual stream and its norms are split over `tensor` too: by width, which

@@ -53,7 +53,7 @@ class ImportCommand:
     mesh: MeshShape = MeshShape(fsdp=-1)
     """Size of each mesh axis; one may be -1."""
     zero: ZeroStage = 3
-    """ZeRO stage: parameters are sharded over fsdp at 3."""
+    """ZeRO stage: parameters are sharded over fsdp and sequence at 3."""
     precision: Literal["float32", "bf16", "bf16-params", "fp32", "bfloat16"] = "float32"
     """float32; bf16: compute in it; bf16-params: also store parameters in it. bfloat16 is bf16, and
     fp32 is float32."""

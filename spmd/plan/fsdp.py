@@ -1,4 +1,4 @@
-"""Gather parameters over `fsdp` for their use, and reduce their gradients to the plan's sharding.
+"""Gather parameters over `fsdp` and `sequence` for their use; reduce gradients to the plan's sharding.
 
 Outside a plan every function here is the identity.
 """
@@ -85,7 +85,7 @@ def gather_prepared(
 
 
 def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
-    """Gather a layer's parameter over `fsdp` in a dtype.
+    """Gather a layer's parameter in a dtype.
 
     The remat policy decides whether the backward pass keeps the gathered parameter. The parameter
     is cast before the gather, unless its `ParamComm` takes it as stored.

@@ -347,8 +347,8 @@ def make_plan(
         model: From `spmd.from_nnx`, `spmd.from_linen`, or `Model(init, apply)`. Only its shapes are
             used.
         optimizer: Any optax transformation; its state's layout follows the parameters by structure.
-        zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the
-            `fsdp` axis.
+        zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) stay split
+            over `fsdp` and `sequence`.
         remat: The policy of activations saved for the backward pass: `"none"`, `"full"`, or
             `Remat(save=("attention_out",))`.
         precision: The name of a policy, such as `"bf16"`, or a `Precision`.

@@ -166,11 +166,12 @@ def audit_rules(
     problems += _audit_names_of_stacks(rules, shapes, info)
     specs = _matched_specs(rules, shapes)
     problems += _audit_expert_axis(mesh, specs)
-    of_tokens = [spec for _, spec in rules.activations]
+    for _, spec in rules.activations:
+        specs.append(spec)
     for _, value in rules.batch:
         if isinstance(value, P):
-            of_tokens.append(value)
-    problems += _audit_sequence_axis(mesh, of_tokens)
+            specs.append(value)
+    problems += _audit_sequence_axis(mesh, specs)
     problems += _audit_products(mesh, rules, info)
     return problems
 

@@ -172,7 +172,8 @@ class TrainConfig(RunConfig, Generic[M]):
     """Number of TPU slices or GPU hosts that each axis spans over the slow network; it divides the
     axis."""
     zero: ZeroStage = 3
-    """ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3) over fsdp."""
+    """ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3) over fsdp and
+    sequence."""
     remat: str = "none"
     """Activations that each layer saves for the backward pass: none (all of them), full (its
     input), save:NAME,NAME."""

@@ -2,7 +2,7 @@
 
 | field | value | what is sent |
 |---|---|---|
-| `gather` | `int8`, `fp8` | parameters that layers gather over `fsdp`, in blocks with a scale |
+| `gather` | `int8`, `fp8` | parameters that layers gather, in blocks with a scale |
 | `gradients` | `float32`, `bf16` | the terms of a gradient's sum over devices |
 | | `int8`, `int4` | the same in blocks with a scale each, by all-to-all; sums are in float32 |
 | | `powersgd:4` | matrices of rank 4 over `data`, with error feedback (`spmd.powersgd.transform`) |
@@ -37,7 +37,7 @@ class CompressConfig:
     """Formats of parameters and gradients between devices."""
 
     gather: str = ""
-    """Codec of the parameters that layers gather over fsdp: int8, fp8; empty: the compute dtype."""
+    """Codec of the parameters that layers gather: int8, fp8; empty: the compute dtype."""
     gradients: str = ""
     """Gradients that devices send to each other: float32, bf16, int8, int4; powersgd:R for matrices
     of rank R over data, with error feedback; empty: as the precision policy says."""
@@ -247,7 +247,7 @@ class _Useless(NamedTuple):
 
 
 def _useless_gather(sizes: Mapping[str, int], zero: int) -> _Useless | None:
-    # Experts may continue a split over fsdp.
+    # Experts and sequences may continue a split over fsdp.
     if sizes["fsdp"] * sizes["expert"] * sizes["sequence"] == 1:
         return _Useless("no parameter is split over fsdp", "mesh.fsdp = 1", "mesh.fsdp 2")
     if zero < 3:

@@ -185,7 +185,7 @@ class Rules:
         """The logical rows, each with a tuple of axes."""
         return logical_rules(self.logical)
 
-    @functools.cached_property
+    @property
     def gathered_axes(self) -> tuple[str, ...]:
         """The axes of the gathers of parameters, before their use.
 
@@ -612,7 +612,7 @@ def audit_spec(
         shards = shards_of(entry, axes)
         if size % shards == 0:
             continue
-        product = " × ".join(f"{axis}={axes[axis]}" for axis in entry_axes(entry))
+        product = " × ".join(f"{axis}={axes[axis]}" for axis in entry_axes(entry) if axes[axis] > 1)
         problem = Problem(
             path,
             f"{by} cannot split dimension {dim} of {shape}",

@@ -33,7 +33,7 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     printed = capsys.readouterr().out
     for expected in (
         "layers/attention/q_proj/kernel",
-        "P(pipe, fsdp, tensor)",
+        "P(pipe, fsdp+sequence, tensor)",
         "step 4/4",
         "validation loss",
         "bigram count model",

@@ -366,7 +366,7 @@ def test_shipped_configs_are_found_and_planned(capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] == EXACT["mixtral-8x7b"][0]
     specs = {leaf["path"]: leaf["spec"] for leaf in plan["params"]}
-    assert specs["layers/moe/experts/up_proj/kernel"] == "P(pipe, expert, fsdp, tensor)"
+    assert specs["layers/moe/experts/up_proj/kernel"] == "P(pipe, expert, fsdp+sequence, tensor)"
     exchange = "dropless, all-to-all, buffers of 1.25 × even load, batched products"
     assert plan["experts"] == f"experts 8 over expert=8, 2 a token: {exchange}"
     active = load_config("mixtral-tiny").model.matmul_params

@@ -227,8 +227,11 @@ def test_an_axis_over_tokens_needs_a_row(rows):
 
 
 def test_an_axis_over_tokens_may_be_named_elsewhere():
-    """The control: a row of the batch or of activations that names the axis is enough."""
+    """The control: a row of the batch, of activations or of parameters that names the axis is enough."""
     sizes = {"data": 2, "sequence": 2}
     assert plan((("tokens", BATCH_SPEC),), **sizes)
-    rules = Rules([("kernel", replicate("small"))], activations=[("residual", BATCH_SPEC)])
-    assert make_plan(tiny.mesh(**sizes), rules, MODEL, optax.sgd(0.1))
+    for options in ({"activations": [("residual", BATCH_SPEC)]}, {}):
+        spec = replicate("small") if options else P("sequence")
+        assert make_plan(
+            tiny.mesh(**sizes), Rules([("kernel", spec)], **options), MODEL, optax.sgd(0.1)
+        )

@@ -383,11 +383,3 @@ def test_what_is_scattered_is_not_sent_again():
     sent = {each.axes: each.elements for each in reductions(plan) if each.path == path}
     count = math.prod(entry.shape)
     assert sent == {("fsdp",): count, ("sequence",): count // 4}
-
-
-def test_parameters_alone_split_no_sequence():
-    """Each device of the axis would compute the same."""
-    model = Model(lambda key: {"w": jnp.ones((8, 4))}, lambda params, x: x @ params["w"])
-    rules = Rules([("w", P(("fsdp", "sequence")))])
-    with pytest.raises(RuleError, match=r"mesh\.sequence: splits nothing"):
-        make_plan(abstract_mesh(MeshShape(sequence=2)), rules, model, optax.sgd(1.0))

@@ -22,9 +22,9 @@ RECORDS = [
 def test_figures() -> None:
     """Gathers and reductions are apart, and everything is in the sum."""
     memory = {"temporaries": GIB, "arguments": 2 * GIB}
-    assert figures(memory, [*RECORDS, {"kind": "ragged-all-to-all", "bytes": GIB}], 2.5) == Figures(
-        1, 3, 3, 7.5, 2.5, 2, 1
-    )
+    records = [*RECORDS, {"kind": "ragged-all-to-all", "bytes": GIB}]
+    found = figures(memory, records, 2.5, exposed=0.5, step=3.5)
+    assert found == Figures(1, 3, 3, 7.5, 2.5, 2, 1, 0.5, 3.5)
 
 
 def test_missed() -> None:
