@@ -198,15 +198,17 @@ class CloudNames:
 
 @dataclasses.dataclass(frozen=True)
 class SplashBlocks:
-    """Queries and keys in a block of each kernel of splash attention; keys that it multiplies at once.
+    """Queries and keys in a block of each kernel of splash attention.
 
     A sequence that a number does not divide gets a half of it, and so on.
     """
 
     output: tuple[int, int] = (512, 512)
+    """Of the kernel of the output."""
     query_gradient: tuple[int, int] = (512, 512)
     key_gradient: tuple[int, int] = (512, 512)
     keys_at_once: int = 512
+    """Keys that are multiplied at once."""
 
 
 # For a v6e, blocks of MaxText's configurations of Llama (configs/tpu/v6e/llama2_7b_4096.sh of
@@ -367,7 +369,7 @@ def _on_chip(mib: int) -> Flag:
     return Flag(
         "xla_tpu_scoped_vmem_limit_kib",
         1024 * mib,
-        "matmuls have this much on-chip memory: larger tiles, longer compilation (--xla quick: without)",
+        "matmuls have this much on-chip memory: larger tiles, longer compilation (xla quick leaves it out)",
         lengthens=True,
     )
 

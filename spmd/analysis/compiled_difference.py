@@ -244,8 +244,10 @@ class _Both:
     def sum_of(self, name: str, unit: str, limit: float, keys: Sequence[str]) -> Total:
         """Return the total of some keys."""
         parts = self.numbers(keys)
-        before = sum(part.before for part in parts)
-        after = sum(part.after for part in parts)
+        before, after = 0.0, 0.0
+        for part in parts:
+            before += part.before
+            after += part.after
         return Total(name, unit, limit, before, after, parts)
 
     def total(
@@ -299,7 +301,7 @@ def _traffic(before: Mapping[str, Any], after: Mapping[str, Any], limit: float) 
 def _exposed(before: Mapping[str, Any], after: Mapping[str, Any], limit: float) -> Total:
     """Return the exposed communication of two steps."""
     one, other = _exposed_parts(before), _exposed_parts(after)
-    steps = [(record.get("time") or {}).get("seconds") for record in (before, after)]
+    steps = _predicted(before, "seconds"), _predicted(after, "seconds")
     return Total(
         "exposed communication",
         "seconds",
@@ -325,8 +327,13 @@ def _cycles(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Part, 
 
 def _spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Part, ...]:
     """Return the parts of the predicted step."""
-    spent = [(record.get("time") or {}).get("spent", {}) for record in (before, after)]
-    return _parts(spent[0], spent[1])
+    return _parts(_predicted(before, "spent") or {}, _predicted(after, "spent") or {})
+
+
+def _predicted(record: Mapping[str, Any], name: str) -> Any:
+    """Return a figure of the predicted step; None without one."""
+    time = record.get("time") or {}
+    return time.get(name)
 
 
 def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -334,16 +341,17 @@ def _settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
     found = []
     for record in (before, after):
         values = {name: record.get(name) for name in _SETTINGS}
-        values |= {f"mesh.{axis}": size for axis, size in record["mesh"].items()}
-        values |= {f"slices.{axis}": n for axis, n in (record.get("slices") or {}).items()}
-        values |= {f"precision.{name}": value for name, value in record["precision"].items()}
-        values |= {f"compress.{name}": value for name, value in record["compress"].items()}
+        for group in ("mesh", "slices", "precision", "compress"):
+            for name, value in (record.get(group) or {}).items():
+                values[f"{group}.{name}"] = value
         for flag in record["xla"]["flags"]:
             values[flag["name"]] = flag["value"]
         values |= record.get("versions", {})
         found.append(values)
     one, other = found
-    names = dict.fromkeys((*one, *other))
-    return {
-        name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
-    }
+    differing = {}
+    for name in dict.fromkeys((*one, *other)):
+        pair = one.get(name), other.get(name)
+        if pair[0] != pair[1]:
+            differing[name] = pair
+    return differing

@@ -98,7 +98,7 @@ class _Step:
 
     @property
     def revision(self) -> str:
-        """The revision of its code; empty for that of the working folder."""
+        """The revision of its code; empty without one."""
         revision, colon, _ = self.text.partition(":")
         if not colon or revision.endswith(".py"):  # FILE.py:FUNCTION
             return ""
@@ -106,7 +106,7 @@ class _Step:
 
     @property
     def interpreter(self) -> str:
-        """The interpreter; its path is that from the working folder."""
+        """The interpreter, with an absolute path."""
         if "/" in self.python:
             return str(Path(self.python).absolute())
         return self.python or sys.executable

@@ -161,7 +161,7 @@ def _kernel(
 
 
 def _dividing(block: _Block, seq: int, queries: Queries, window: int | None) -> _Block:
-    """Return the largest block, by halves of each number, that divides runs of queries, and keys.
+    """Return a block for runs of queries, and for all keys: each number, halved until it divides.
 
     It is not much longer than a window, for blocks are skipped whole.
     """
