@@ -86,7 +86,7 @@ def test_steps_in_a_scan_are_the_steps_one_by_one():
 def test_a_traced_step_is_checked_as_any_other():
     """Batches that do not divide, states of another kind, and compile options inside of a program are refused."""
     state = init_state(plan())
-    with pytest.raises(MeshError, match=r"7 / \(data=2 × fsdp=2 × expert=1\)"):
+    with pytest.raises(MeshError, match=r"7 / \(data=2 × fsdp=2\)"):
         jax.eval_shape(step(), state, {"x": jnp.zeros((7, 8))})
     with pytest.raises(ConfigError, match="state: is a dict"):
         jax.eval_shape(step(), state.params, {"x": jnp.zeros((8, 8))})

@@ -213,7 +213,7 @@ CALLS = {
     # Batches.
     "15 examples": (
         lambda: call_step(states(), {name: x[:15] for name, x in BATCH.items()}),
-        "batch x: the sharding of batches cannot split dimension 0 of (15, 8)\n      15 / (data=2 × fsdp=4 × expert=1)",
+        "batch x: the sharding of batches cannot split dimension 0 of (15, 8)\n      15 / (data=2 × fsdp=4)",
     ),
     "a list": (
         lambda: call_step(states(), {"x": [1.0]}),
