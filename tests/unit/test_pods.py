@@ -57,7 +57,7 @@ def test_exit_code(temporaries, code, monkeypatch, tmp_path, capsys) -> None:
     def measure(job):
         if temporaries is None:
             raise RuntimeError("there is no compiler")
-        return Figures(temporaries, 1, 1, 2, 1)
+        return Figures(temporaries, 1, 1, 2, 1, exposed=0, step=1)
 
     monkeypatch.setattr(pods, "measure", measure)
     monkeypatch.setattr(pods, "missing_extra", lambda topology: None)
@@ -66,10 +66,10 @@ def test_exit_code(temporaries, code, monkeypatch, tmp_path, capsys) -> None:
     )
     assert pods.main() == code
     printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert ("missed: temporaries is 1e+06, bar 7.9" in printed) == (code == 1)
+    assert ("missed: temporaries is 1e+06, bar 5.78" in printed) == (code == 1)
     assert ("not compiled: there is no compiler" in printed) == (code == 2)
     assert [row["missed"] for row in found] == {
         0: [[]],
-        1: [["temporaries is 1e+06, bar 7.9"]],
+        1: [["temporaries is 1e+06, bar 5.78"]],
         2: [],
     }[code]
