@@ -23,6 +23,9 @@ from spmd.step_time.network import Network, make_network
 
 Row = Mapping[str, Any]
 
+ROWS = Path(__file__).with_name("published_throughput.json")
+"""Published rows, each with its source."""
+
 REQUIRED = (
     "model",
     "chip",
@@ -39,16 +42,16 @@ REQUIRED = (
     *("remat", "precision"),
 )
 _GPUS = {
-    "A100": "a100",
+    "A100-SXM-40GB": "a100-40gb",
+    "A100-SXM-80GB": "a100",
     "H100": "h100",
+    "H100-SXM": "h100",
     "H200": "h200",
     "B200": "b200",
-    "GB200": "b200",
-    "GB300": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
 }
-_GPU_MEMORY = {"A100-SXM-40GB": 1555e9}  # bytes/s, NVIDIA's data sheet
-# FLOP/s of a GPU of a GB200 or GB300, and the GPUs that NVLink joins; its data sheet
-_RACK_PEAK, _RACK = 2.5e15, 72
 _SHAPES_2D = {
     1: "1x1",
     4: "2x2",
@@ -60,13 +63,22 @@ _SHAPES_2D = {
     256: "16x16",
 }
 _PUBLISHED_AXES = {"dcn_data": "data", "dcn_fsdp": "fsdp", "fsdp_transpose": "fsdp"}
-_PRODUCTS = {"fp8": "float8", "int8": "int8"}
+_PRODUCTS = {"fp4": "float4", "fp8": "float8", "int8": "int8"}
 """What a precision names → dtype of the layers' products."""
-_NO_DECODER = ("MLA", "shared_experts", "global_head_dim")
+_FOUR_BITS = {"B200": 0.25, "B300": 1 / 6, "GB200": 0.25, "GB300": 1 / 6}
+"""GPU → time of a product of NVFP4, relative to bfloat16; NVIDIA's data sheets."""
+_NO_DECODER = ("global_head_dim",)
+_LATENT = re.compile(r"MLA q_lora (\d+) kv_lora (\d+) nope (\d+) rope (\d+) v (\d+)")
 _MICRO_BATCH = re.compile(r"micro batch (\d+)")
 _VIRTUAL_STAGES = re.compile(r"virtual stages (\d+)")
-_POWER_LIMIT = (500 / 700) ** (1 / 3)
-"""Clock of an H100 that is limited to 500 of 700 W: power grows with the cube of the clock."""
+_BLOCK = {"tpu": 1024, "cuda": 128}
+"""Platform → tokens of a block of attention."""
+_FLASH_1 = 0.7
+"""Speed of llm-foundry's attention, a Triton kernel of FlashAttention, relative to FlashAttention-2
+(Dao, arXiv:2307.08691)."""
+_POWER_LIMIT = ((500 - 150) / (700 - 150)) ** (1 / 3)
+"""Clock of an H100 that is limited to 500 of 700 W: the power of its cores grows with the cube of the
+clock, and about 150 W of memory and idle circuits do not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +119,11 @@ _REMATS = (  # how a policy's description begins → the policy; the first that 
         Recompute("offload:layer_input", ("qkv", "o", "in"), True),
     ),
     (
+        "custom: offload decoder_layer_input",
+        Recompute("offload:layer_input", ("qkv", "o", "in"), True),
+    ),
+    ("custom: offload context", Recompute("offload:attention_out", ("qkv", "o", "in"), False)),
+    (
         "custom: keep decoder_layer_input, context, q, k, v",
         Recompute(f"save:{_QKV},attention_out", ("o", "in"), False),
     ),
@@ -137,22 +154,26 @@ class Rebuilt:
         )
 
     @property
-    def group(self) -> str:
-        """The chip.
-
-        Apart for rows whose products have 8 bits, since they are no test of bfloat16's rates.
-        """
-        return str(self.row["chip"]) if self.is_wide else f"{self.row['chip']}, 8 bits"
+    def chip(self) -> str:
+        """The kind of chip."""
+        return self.topology.kind
 
     @property
-    def is_wide(self) -> bool:
-        """Whether products have 16 bits."""
-        return not self.work.quantized
+    def kind(self) -> str:
+        """Kind of step, as `Workload.kind`; products of 4 bits are a kind of their own."""
+        if "float4" in self.work.quantized and not self.work.experts:
+            return "4 bits"
+        return self.work.kind
 
     @property
-    def is_dense(self) -> bool:
-        """Whether every token meets all parameters."""
-        return not (self.row.get("extra") or {}).get("experts")
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a token."""
+        return self.work.model_flops / self.work.tokens
+
+    @property
+    def attention_speed(self) -> float:
+        """Speed of the attention kernel, relative to those of today."""
+        return _FLASH_1 if "llm-foundry" in self.row.get("source", "") else 1.0
 
     def tokens_per_second(self, seconds: float) -> float:
         """Return the tokens in a second on one chip, of steps of a length."""
@@ -198,14 +219,10 @@ def read_rows(file: str) -> list[Row]:
 def rebuild(row: Row) -> Rebuilt | str:
     """Return a row as a job, or the reason why there is none."""
     extra, precision = (row.get("extra") or {}), row["precision"].lower()
-    if "fp4" in precision:
-        return f"precision {row['precision']}: no recipe of 4 bits exists here"
     if " or bf16" in precision:
         return f"precision {row['precision']}: one of two"
-    if any(name in extra or name in str(extra.get("attention", "")) for name in _NO_DECODER):
-        return (
-            "layers of several kinds: shared experts, latent attention or heads of several widths"
-        )
+    if any(name in extra for name in _NO_DECODER):
+        return "layers of several kinds: heads of several widths"
     if "not a plain transformer" in (row.get("notes") or ""):
         return "no plain transformer: embeddings of each layer, shared keys and values"
     if problem := _unknown(row):
@@ -227,9 +244,14 @@ def rebuild(row: Row) -> Rebuilt | str:
     return Rebuilt(row, _workload(row, topology, shape, remat), network, slices, remat)
 
 
+def chip_kind(row: Row) -> str:
+    """Return the kind of chip of a row; its own name for it if it is not known."""
+    return _GPUS.get(row["chip"], row["chip"])
+
+
 def _unknown(row: Row) -> str:
     """Return what a row names that does not exist here; empty if there is nothing."""
-    if row["chip"] not in CHIPS and not row["chip"].startswith(tuple(_GPUS)):
+    if row["chip"] not in CHIPS and row["chip"] not in _GPUS:
         return f"no chip {row['chip']!r}"
     axes = [axis for axis in row["mesh"] if _PUBLISHED_AXES.get(axis, axis) not in AXES]
     return f"no mesh axis {', '.join(axes)}" if axes else ""
@@ -237,8 +259,9 @@ def _unknown(row: Row) -> str:
 
 def _machine(row: Row) -> str:
     chip, chips = row["chip"], row["chips"]
-    if found := next((kind for name, kind in _GPUS.items() if chip.startswith(name)), None):
-        return f"{found}:{max(1, chips // 8)}x{min(8, chips)}"
+    if chip in _GPUS:
+        each = 4 if chip.startswith("GB") else 8
+        return f"{_GPUS[chip]}:{max(1, chips // each)}x{min(each, chips)}"
     slices = math.prod(size for axis, size in row["mesh"].items() if axis.startswith("dcn_"))
     each = chips // slices
     size = _SHAPES_2D.get(each, "") if CHIPS[chip].dims == 2 else "x".join(map(str, _cuboid(each)))
@@ -257,47 +280,79 @@ def _cuboid(chips: int) -> tuple[int, ...]:
 
 def _hardware(row: Row, topology: Topology) -> Hardware:
     hardware = hardware_of(topology)
-    if row["chip"] in _GPU_MEMORY:
-        hardware = dataclasses.replace(hardware, memory_bandwidth=_GPU_MEMORY[row["chip"]])
-    if row["chip"].startswith("GB"):
-        network = hardware.link if row["chips"] <= _RACK else hardware.network
-        hardware = dataclasses.replace(hardware, peak=_RACK_PEAK, network=network)
+    if row["chip"] in _FOUR_BITS:
+        products = {**hardware.products, "float4": _FOUR_BITS[row["chip"]]}
+        hardware = dataclasses.replace(hardware, products=products)
     if "500 W" in (row.get("notes") or ""):
         hardware = dataclasses.replace(hardware, peak=hardware.peak * _POWER_LIMIT)
     return hardware
 
 
-def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) -> Workload:
-    extra, d, layers = (row.get("extra") or {}), row["d_model"], row["layers"]
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """Parameters of a row's model.
+
+    Attributes:
+        kernels: Projection → parameters that a token meets, of all layers.
+        experts: Those of them in experts.
+        stored: Parameters of all layers.
+        hidden: Hidden units of a layer that a token meets.
+        heads: Width of all query heads; of latent attention, the mean of keys and values.
+        kv: Width of all key heads.
+    """
+
+    kernels: Mapping[str, float]
+    experts: float
+    stored: float
+    hidden: int
+    heads: int
+    kv: int
+
+
+def _model(row: Row) -> _Model:
+    """Count a row's model."""
+    extra = row.get("extra") or {}
+    d, layers = row["d_model"], row["layers"]
     heads, kv = row["heads"] * row["head_dim"], row["kv_heads"] * row["head_dim"]
+    kernels = {"qkv": layers * d * (heads + 2 * kv), "o": layers * d * heads}
+    if latent := _LATENT.match(str(extra.get("attention", ""))):
+        query, keys, nope, rope, value = map(int, latent.groups())
+        heads = row["heads"] * (nope + rope + value) // 2
+        down = d * (query + keys + rope)
+        up = row["heads"] * (query * (nope + rope) + keys * (nope + value))
+        kernels = {"qkv": layers * (down + up), "o": layers * row["heads"] * value * d}
     matrices = 2 if "2 matrices" in extra.get("mlp", "") else 3
     routed = extra.get("experts_per_token", 0)
+    dense_layers = extra.get("dense_layers", 0) if routed else layers
+    expert = extra.get("moe_d_ff", row["d_ff"])
     room = 1.25 if "capacity factor 1.25" in (row.get("notes") or "") else 1.0
-    kernels = {"qkv": d * (heads + 2 * kv), "o": d * heads}
-    kernels |= {"in": (matrices - 1) * d * row["d_ff"], "down": d * row["d_ff"]}
-    stored = layers * (
-        sum(kernels.values()) + (extra.get("experts", 1) - 1) * matrices * d * row["d_ff"]
-    )
-    active = {
-        name: size * layers * (room * max(1, routed) if name in ("in", "down") else 1)
-        for name, size in kernels.items()
-    }
-    layer_params = sum(active.values())
+    units = dense_layers * row["d_ff"]
+    units += (layers - dense_layers) * extra.get("shared_experts", 0) * expert
+    active = (layers - dense_layers) * routed * room * expert
+    kernels["in"] = (matrices - 1) * d * (units + active)
+    kernels["down"] = d * (units + active)
+    stored = kernels["qkv"] + kernels["o"] + matrices * d * units
+    stored += (layers - dense_layers) * extra.get("experts", 0) * matrices * d * expert
+    hidden = max(1, routed) * expert if routed else row["d_ff"]
+    return _Model(kernels, matrices * d * active, stored, hidden, heads, kv)
+
+
+def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) -> Workload:
+    extra, d = (row.get("extra") or {}), row["d_model"]
+    notes = row.get("notes") or ""
+    model = _model(row)
+    layer_params = sum(model.kernels.values())
     again = ({"half"} & set(remat.again) and 0.5 * layer_params) or sum(
-        active[name] for name in remat.again
+        model.kernels[name] for name in remat.again
     )
     if topology.platform == "cuda" and remat.policy == "full":  # PyTorch repeats a whole layer
         again = layer_params
-    wide = {"layer_input": d, "attention_query": heads, "attention_key": kv, "attention_value": kv}
-    offloaded = (
-        remat.policy.removeprefix("offload:").split(",")
-        if remat.policy.startswith("offload:")
-        else ()
-    )
+    wide = {"layer_input": d, "attention_out": model.heads, "attention_query": model.heads}
+    wide |= dict.fromkeys(("attention_key", "attention_value"), model.kv)
+    offloaded: Sequence[str] = ()
+    if remat.policy.startswith("offload:"):
+        offloaded = remat.policy.removeprefix("offload:").split(",")
     parts, is_pure = row.get("grad_accum") or 1, "PURE" in row["precision"]
-    dtype = next(
-        (dtype for word, dtype in _PRODUCTS.items() if word in row["precision"].lower()), ""
-    )
     batch = (
         row["per_device_batch"] * topology.devices * parts
         if row.get("per_device_batch")
@@ -306,16 +361,20 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
     split = math.prod(shape.sizes[axis] for axis in BATCH_AXES)
     microbatches, bubble = _pipeline(row, shape.pipe, batch / split, parts)
     return Workload(
-        layers=layers,
+        layers=row["layers"],
         width=d,
-        hidden=row["d_ff"] * max(1, routed),
-        attention_width=heads,
-        kv_width=kv,
+        hidden=model.hidden,
+        attention_width=model.heads,
+        head_width=model.heads // row["heads"],
+        kv_width=model.kv,
         keys=_keys(row["seq"], extra),
+        computed_keys=_keys(row["seq"], extra, _BLOCK[topology.platform]),
         vocab=row["vocab"],
         layer_params=layer_params,
+        expert_params=model.experts,
+        experts=extra.get("experts", 0),
         head_params=d * row["vocab"],
-        params=stored + d * row["vocab"] * (1 if extra.get("tied_embeddings") else 2),
+        params=model.stored + d * row["vocab"] * (1 if extra.get("tied_embeddings") else 2),
         sequence=row["seq"],
         batch=batch,
         mesh=shape.sizes,
@@ -323,15 +382,30 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         bubble=bubble,
         # Systems with FSDP split parameters over the devices of a sequence too, Megatron does not.
         gathered_axes=GATHERED_AXES if _is_fsdp(row) else ("fsdp",),
-        quantized={dtype: 1.0} if dtype else {},
+        quantized=_quantized(row),
         recomputed=again / layer_params,
         recomputes_attention=remat.attention,
+        is_gated="2 matrices" not in extra.get("mlp", ""),
+        recomputes_head="num_vocab_tiling" in row["remat"],
+        regathers="SHARD_GRAD_OP" not in notes,
         reduced_bytes=4 if topology.platform == "cuda" and not is_pure else 2,
         state_bytes=16 if is_pure else 28,
-        routed=routed,
+        routed=extra.get("experts_per_token", 0),
         offloaded=2 * sum(wide[name] for name in offloaded),
         is_fused=topology.platform == "tpu" or "compile" in row["precision"],
     )
+
+
+def _quantized(row: Row) -> dict[str, float]:
+    """Return dtype → share of the layers' products in it.
+
+    PyTorch's products with a scale for each row took as long as those of 16 bits (2025).
+    """
+    precision = row["precision"].lower()
+    for word, dtype in _PRODUCTS.items():
+        if word in precision:
+            return {f"{dtype} by row" if "rowwise" in precision else dtype: 1.0}
+    return {}
 
 
 def _is_fsdp(row: Row) -> bool:
@@ -357,14 +431,18 @@ def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, 
     return microbatches, (stages - 1) / (microbatches * chunks)
 
 
-def _keys(sequence: int, extra: Mapping[str, Any]) -> float:
-    """Return the keys that a query sees; a pattern is `"5 local : 1 global"`."""
+def _keys(sequence: int, extra: Mapping[str, Any], block: int = 0) -> float:
+    """Return the keys that a query sees; with a block, those that a kernel multiplies.
+
+    A pattern is `"5 local : 1 global"`.
+    """
     window = min(extra.get("sliding_window", sequence), sequence)
     local = window - window * window / (2 * sequence)
+    whole = (sequence + block) / 2
     numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
     some, all_of = (
         numbers
         if len(numbers) == 2
         else (1 if window < sequence else 0, 0 if window < sequence else 1)
     )
-    return (some * local + all_of * sequence / 2) / (some + all_of)
+    return (some * min(local + block, whole) + all_of * whole) / (some + all_of)

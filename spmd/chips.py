@@ -104,6 +104,11 @@ class Hardware:
         return self.peak * min(1.0, width / self.matrix_unit)
 
 
+KINDS = ("dense", "8 bits", "pipelines", "experts")
+"""Kinds of steps (`Workload.kind`): dense models, with products of 16 or of 8 bits, in a pipeline,
+and models with experts."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ClosedRates:
     """Calibration of the closed forms for one kind of chip (`spmd.step_time.closed_form`).
@@ -116,10 +121,15 @@ class ClosedRates:
         attention: Share of the peak that attention reaches.
         passes: Passes over activations, relative to those of `_STREAM` and `_HIDDEN`.
         exposed: Share of the time of gathers and reductions that is not hidden.
+        exposed_tensor: The same, of collectives over `tensor`.
+        eight_bits: Share of their peak that large products of 8 bits reach, relative to `matmul`.
+        experts: Speed of experts' matmuls, relative to equally narrow dense ones.
         hop: Seconds that each further host or slice adds to a collective.
         straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
         spread: Half of the range of nine predictions of ten, relative; of rows that were not
             fitted. The least is 5 %: published tables are not more exact.
+        spreads: Kind of step, but dense (`KINDS`) → its own spread. Of a kind that is not there,
+            nothing is published.
     """
 
     matmul: float = 0.75
@@ -130,6 +140,16 @@ class ClosedRates:
     hop: float = 1e-5
     straggling: float = 0.07
     spread: float = 0.15
+    exposed_tensor: float = 1.0
+    eight_bits: float = 1.0
+    experts: float = 1.0
+    spreads: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+    def spread_of(self, kind: str) -> float | None:
+        """Return the spread of a kind of step; None if it is not known."""
+        if kind == "dense":
+            return self.spread
+        return self.spreads.get(kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +166,7 @@ class Rates:
             matrix unit.
         network: Share of the published bandwidth that collectives reach.
         straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
-        spread: As for `ClosedRates`.
+        spread: As for `ClosedRates`, of dense steps; that of others is not known.
     """
 
     matmul: float = 1.0
@@ -377,17 +397,105 @@ def _on_chip(mib: int) -> Flag:
 _SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
-_V4_CLOSED = ClosedRates(0.808, 291, 0.434, 1.51, 0.475, 1.0e-5, 0.068, spread=0.19)
+# Rates of closed forms: `python -m benchmarks.backtest --fit`.
+_V4_CLOSED = ClosedRates(
+    matmul=0.788,
+    half=295,
+    attention=0.617,
+    passes=1.49,
+    exposed=0.501,
+    hop=1.0e-5,
+    straggling=0.065,
+    spread=0.13,
+    exposed_tensor=0.402,
+    eight_bits=0.90,
+    experts=0.60,
+)
 _V4_COMPILED = Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10)
-_A100_CLOSED = ClosedRates(0.955, 482, 0.311, 1.67, 0.917, 3.0e-5, 0.07, spread=0.10)
-_H100_CLOSED = ClosedRates(0.750, 550, 0.178, 2.20, 0.799, 3.0e-5, 0.07, spread=0.09)
+_A100_CLOSED = ClosedRates(
+    matmul=0.953,
+    half=468,
+    attention=0.446,
+    passes=1.63,
+    exposed=0.877,
+    hop=3.0e-5,
+    straggling=0.07,
+    spread=0.10,
+    exposed_tensor=1.0,
+    eight_bits=0.90,
+    experts=0.60,
+)
+_H100_CLOSED = ClosedRates(
+    matmul=0.747,
+    half=580,
+    attention=0.255,
+    passes=1.95,
+    exposed=0.774,
+    hop=3.1e-5,
+    straggling=0.07,
+    spread=0.10,
+    exposed_tensor=0.944,
+    eight_bits=1.28,
+    experts=0.52,
+    spreads={"8 bits": 0.35, "pipelines": 0.21, "experts": 1.51},
+)
 
 # The range of chips without published steps, whose rates are those of a chip of another family.
 _UNKNOWN_SPREAD = 0.3
 _LIKE_V4 = dataclasses.replace(_V4_CLOSED, spread=_UNKNOWN_SPREAD)
 _LIKE_V4_COMPILED = dataclasses.replace(_V4_COMPILED, spread=_UNKNOWN_SPREAD)
 _LIKE_A100 = dataclasses.replace(_A100_CLOSED, spread=_UNKNOWN_SPREAD)
-_LIKE_H100 = dataclasses.replace(_H100_CLOSED, spread=_UNKNOWN_SPREAD)
+_LIKE_H100 = dataclasses.replace(
+    _H100_CLOSED,
+    spread=_UNKNOWN_SPREAD,
+    spreads={"8 bits": 0.35, "pipelines": _UNKNOWN_SPREAD, "experts": 1.51},
+)
+# Of these, steps of 8 bits and steps with experts are published, and no others.
+_B200_CLOSED = ClosedRates(
+    matmul=0.753,
+    half=579,
+    attention=0.259,
+    passes=1.94,
+    exposed=0.778,
+    hop=3.1e-5,
+    straggling=0.07,
+    spread=_UNKNOWN_SPREAD,
+    exposed_tensor=0.947,
+    eight_bits=1.28,
+    experts=0.47,
+    spreads={"8 bits": 0.30, "pipelines": 0.30, "experts": 1.63},
+)
+_B300_CLOSED = dataclasses.replace(
+    _LIKE_H100, experts=0.57, spreads={**_LIKE_H100.spreads, "experts": 0.87}
+)
+_GB200_CLOSED = ClosedRates(
+    matmul=0.653,
+    half=603,
+    attention=0.261,
+    passes=1.90,
+    exposed=0.781,
+    hop=3.1e-5,
+    straggling=0.07,
+    spread=_UNKNOWN_SPREAD,
+    exposed_tensor=0.949,
+    eight_bits=1.10,
+    experts=0.65,
+    spreads={"8 bits": 0.21, "pipelines": 0.21, "experts": 0.59},
+)
+_GB300_CLOSED = ClosedRates(
+    matmul=0.707,
+    half=675,
+    attention=0.320,
+    passes=1.81,
+    exposed=0.778,
+    hop=3.1e-5,
+    straggling=0.07,
+    spread=_UNKNOWN_SPREAD,
+    exposed_tensor=0.775,
+    eight_bits=1.32,
+    experts=0.79,
+    spreads={"8 bits": 0.20, "pipelines": 0.34, "experts": 0.55},
+)
 
 _A100_GPU = Gpu(
     cores=108, capability=(8, 0), l2_cache=40, clock_ghz=1.41, shared_memory=164, lanes=64
@@ -526,7 +634,19 @@ _ENTRIES = (
             matrix_unit=128,
             products={"int8": 0.50, "float8": 1.01},
         ),
-        closed=ClosedRates(0.919, 293, 0.449, 1.50, 0.477, 1.0e-5, 0.067, spread=0.05),
+        closed=ClosedRates(
+            matmul=0.965,
+            half=310,
+            attention=0.552,
+            passes=1.52,
+            exposed=0.513,
+            hop=1.0e-5,
+            straggling=0.065,
+            spread=0.08,
+            exposed_tensor=0.353,
+            eight_bits=0.90,
+            experts=0.60,
+        ),
         compiled=Rates(1.036, 1.043, 0.649, 0.825, 0.0646, spread=0.05),
         flags=(_FUSION, _on_chip(32)),
         # On a whole pod, key and value kernels were gathered by all-reduces of zeros (decision
@@ -561,7 +681,20 @@ _ENTRIES = (
             matrix_unit=128,
             products={"int8": 0.51, "float8": 1.01},
         ),
-        closed=ClosedRates(1.004, 294, 0.432, 1.50, 0.496, 1.0e-5, 0.068, spread=0.15),
+        closed=ClosedRates(
+            matmul=0.889,
+            half=284,
+            attention=0.612,
+            passes=1.50,
+            exposed=0.502,
+            hop=1.0e-5,
+            straggling=0.071,
+            spread=0.14,
+            exposed_tensor=0.395,
+            eight_bits=0.85,
+            experts=0.79,
+            spreads={"8 bits": 0.30, "experts": 0.85},
+        ),
         compiled=Rates(1.104, 1.136, 0.635, 0.938, 0.0613, spread=0.14),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(32)),
         splash_blocks=_LONG_BLOCKS,
@@ -593,7 +726,20 @@ _ENTRIES = (
             matrix_unit=256,
             products={"int8": 0.76, "float8": 1.09},
         ),
-        closed=ClosedRates(0.638, 332, 0.379, 1.58, 0.468, 1.0e-5, 0.080, spread=0.18),
+        closed=ClosedRates(
+            matmul=0.650,
+            half=335,
+            attention=0.780,
+            passes=1.61,
+            exposed=0.460,
+            hop=1.0e-5,
+            straggling=0.083,
+            spread=0.22,
+            exposed_tensor=0.40,
+            eight_bits=0.90,
+            experts=0.96,
+            spreads={"experts": 0.30},
+        ),
         compiled=Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.10),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
         splash_blocks=_LONG_BLOCKS,
@@ -623,7 +769,20 @@ _ENTRIES = (
             matrix_unit=128,
             products={"int8": 1.00, "float8": 0.46},
         ),
-        closed=ClosedRates(0.737, 302, 0.471, 1.50, 0.500, 1.0e-5, 0.070, spread=0.05),
+        closed=ClosedRates(
+            matmul=0.747,
+            half=302,
+            attention=0.476,
+            passes=1.50,
+            exposed=0.502,
+            hop=1.0e-5,
+            straggling=0.07,
+            spread=0.24,
+            exposed_tensor=0.40,
+            eight_bits=0.81,
+            experts=0.51,
+            spreads={"8 bits": 0.27, "experts": 0.83},
+        ),
         compiled=Rates(1.173, 0.994, 0.638, 0.835, 0.0612, spread=0.10),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(60)),
         # Google's recipe of Llama 3.1 405B (tpu-recipes, training/ironwood, 8k-bf16-tpu7x-4x8x8).
@@ -709,8 +868,7 @@ _ENTRIES = (
             latency=5e-6,
             products={"int8": 0.5, "float8": 0.5},
         ),
-        closed=_H100_CLOSED,
-        rates_of="h100",
+        closed=_B200_CLOSED,
         blocks_of_32=True,
     ),
     # NVIDIA, "A100 Tensor Core GPU" data sheet, of 2021.
@@ -731,8 +889,19 @@ _ENTRIES = (
             latency=5e-6,
             products={"int8": 0.5},
         ),
-        closed=_A100_CLOSED,
-        rates_of="a100",
+        closed=ClosedRates(
+            matmul=0.840,
+            half=454,
+            attention=0.471,
+            passes=1.46,
+            exposed=1.16,
+            hop=3.0e-5,
+            straggling=0.07,
+            spread=0.09,
+            exposed_tensor=1.0,
+            eight_bits=0.90,
+            experts=0.60,
+        ),
     ),
     # NVIDIA, "HGX" page, of 2025; ConnectX-8 of 800 Gbit/s. Its int8 is slower than bfloat16.
     Chip(
@@ -752,7 +921,7 @@ _ENTRIES = (
             latency=5e-6,
             products={"float8": 0.5},
         ),
-        closed=_LIKE_H100,
+        closed=_B300_CLOSED,
         rates_of="h100",
         blocks_of_32=True,
     ),
@@ -776,8 +945,7 @@ _ENTRIES = (
             latency=5e-6,
             products={"int8": 0.5, "float8": 0.5},
         ),
-        closed=_LIKE_H100,
-        rates_of="h100",
+        closed=_GB200_CLOSED,
         blocks_of_32=True,
     ),
     Chip(
@@ -798,8 +966,7 @@ _ENTRIES = (
             latency=5e-6,
             products={"float8": 0.5},
         ),
-        closed=_LIKE_H100,
-        rates_of="h100",
+        closed=_GB300_CLOSED,
         blocks_of_32=True,
     ),
     # NVIDIA, "GH200 Grace Hopper Superchip" data sheet, of 96 GB HBM3; four superchips of a host

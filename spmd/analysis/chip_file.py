@@ -19,11 +19,11 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.chips import CHIPS, Chip, ClosedRates, Gpu, Hardware
+from spmd.chips import CHIPS, KINDS, Chip, ClosedRates, Gpu, Hardware
 from spmd.errors import ConfigError, Problem, describe_value, did_you_mean
 
 SUFFIX = ".toml"
@@ -148,22 +148,27 @@ def _value_problems(name: str, value: Any, kind: Any) -> Iterator[Problem]:
         if not isinstance(value, kind):
             words = {bool: "true or false", str: "a text"}
             yield Problem(name, f"is {describe_value(value)}", fix=words[kind])
-    elif name.endswith("products"):
-        yield from _product_problems(name, value)
+    elif name.endswith(("products", "spreads")):
+        yield from _mapping_problems(name, value)
     elif name.endswith("capability"):
         is_pair = isinstance(value, list) and list(map(type, value)) == [int, int]
         if not is_pair:
             yield Problem(name, f"is {describe_value(value)}", fix="two numbers, such as [9, 0]")
 
 
-def _product_problems(name: str, value: Any) -> Iterator[Problem]:
+def _mapping_problems(name: str, value: Any) -> Iterator[Problem]:
+    """Yield a problem for a table of numbers that has other keys, or other values."""
+    keys: Sequence[str] = ("int8", "float8")
     fix = "the time relative to bfloat16 by dtype, such as {int8 = 0.5, float8 = 0.5}"
-    if not isinstance(value, dict) or not {*value} <= {"int8", "float8"}:
+    if name.endswith("spreads"):
+        keys = KINDS[1:]
+        fix = 'half of the range by kind of step, such as {"8 bits" = 0.3, experts = 1.0}'
+    if not isinstance(value, dict) or not {*value} <= {*keys}:
         yield Problem(name, f"is {describe_value(value)}", fix=fix)
         return
-    for dtype, time in value.items():
-        if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < 10:
-            yield Problem(f"{name}.{dtype}", f"is {describe_value(time)}", fix=fix)
+    for key, number in value.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 10:
+            yield Problem(f"{name}.{key}", f"is {describe_value(number)}", fix=fix)
 
 
 def _make_chip(kind: str, values: Mapping[str, Any], base: Chip | None) -> Chip:

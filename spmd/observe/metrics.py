@@ -54,21 +54,24 @@ class Flops:
             raise ConfigError("No FLOP count:", [problem])
 
 
-def mean_keys(sequence: int, windows: Sequence[int] = ()) -> float:
+def mean_keys(sequence: int, windows: Sequence[int] = (), block: int = 0) -> float:
     """Return the mean number of keys of a query of causal attention, over positions and layers.
 
     Args:
         windows: Sliding windows of consecutive layers, repeated; 0 for all preceding tokens.
+        block: Tokens of a kernel's block, to count the keys that are multiplied: whole blocks.
 
     Example:
-        >>> mean_keys(128), mean_keys(128, windows=(16, 0))
-        (64.0, 39.5)
+        >>> mean_keys(128), mean_keys(128, windows=(16, 0)), mean_keys(128, (16, 0), block=16)
+        (64.0, 39.5, 51.5)
     """
     means = []
+    all_before = (sequence + block) / 2
     for window in windows or (0,):
         width = min(window or sequence, sequence)
         # The first `width` queries see fewer keys: half as many on average.
-        means.append(width - width * width / (2 * sequence))
+        seen = width - width * width / (2 * sequence)
+        means.append(min(seen + block, all_before))
     return sum(means) / len(means)
 
 

@@ -108,11 +108,10 @@ class PlanReport:
             ("memory of a device", self._memory_text()),
         ]
         if self.time:
-            low, high = map(human_duration, self.time.range)
             seconds = human_duration(self.time.seconds)
             speed, unit = self.time.speed
             found += [
-                ("predicted step", f"{seconds} ({low} to {high})"),
+                ("predicted step", f"{seconds} ({self.time.range_text})"),
                 (f"{unit}/s on a chip", f"{speed:,.0f}"),
             ]
             if self.time.mfu is not None:

@@ -209,9 +209,8 @@ def _time(report: PlanReport) -> Iterator[Html | Chart]:
     time = report.time
     if time is None:
         return
-    low, high = map(human_duration, time.range)
     seconds = human_duration(time.seconds)
-    yield page.paragraph(f"Predicted: {seconds}, from {low} to {high} ({time.method}).")
+    yield page.paragraph(f"Predicted: {seconds}, {time.range_text} ({time.method}).")
     longest_first = sorted(time.spent.items(), key=lambda item: -item[1])
     parts = {}
     for name, taken in longest_first:

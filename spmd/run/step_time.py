@@ -20,8 +20,16 @@ from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.attention_config import context_for, split_kernel
 from spmd.model_interface.fused_attention import FUSED
-from spmd.model_interface.model_config import HasHiddenWidth, HasKVWidth, HasWidth, router_of
+from spmd.model_interface.model_config import (
+    HasHeads,
+    HasHiddenWidth,
+    HasKVWidth,
+    HasWidth,
+    router_of,
+    windows_of,
+)
 from spmd.model_interface.remat import Remat, make_remat
+from spmd.observe.metrics import mean_keys
 from spmd.plan.communication import element_bytes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
@@ -35,8 +43,8 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import CompiledStep, PlannedStep
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
-from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
-from spmd.step_time.closed_form import Workload, closed_form
+from spmd.sharding.mesh import AXES, TOKEN_AXES, MeshShape, abstract_mesh, slice_numbers
+from spmd.step_time.closed_form import ATTENTION_BLOCK, Workload, closed_form
 from spmd.step_time.hardware import closed_rates, compiled_rates, hardware_of
 from spmd.step_time.network import make_network
 from spmd.step_time.program import read_program_schedule
@@ -65,6 +73,7 @@ class ModelNumbers:
 
     Attributes:
         kernels: Projection, such as `"down"` → parameters that a token meets, of all layers.
+        expert_params: Those of them in experts.
         quantized: Dtype → share of the layers' products in it.
         params: All parameters.
         state_bytes: Bytes of the state of one parameter, itself included.
@@ -72,6 +81,8 @@ class ModelNumbers:
 
     kernels: Mapping[str, float]
     quantized: Mapping[str, float]
+    expert_params: float
+    experts: int
     head_params: float
     params: float
     state_bytes: float
@@ -102,7 +113,8 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     routed = 0
     if isinstance(router, RouterConfig):
         routed = router.top_k
-    kernels, in_dtype = _count_kernels(plan, router, routed)
+    counted = _count_kernels(plan, router, routed)
+    kernels = counted.kernels
     if not kernels:  # layers that are no stack, or weights of other names
         kernels["all"] = model.matmul_params
     params = float(sum(math.prod(entry.shape) for entry in plan.params))
@@ -112,7 +124,9 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     head = max(0.0, model.matmul_params - layers)
     return ModelNumbers(
         kernels=kernels,
-        quantized={dtype: size / layers for dtype, size in in_dtype.items()},
+        quantized={dtype: size / layers for dtype, size in counted.in_dtype.items()},
+        expert_params=counted.in_experts,
+        experts=router.experts if routed else 0,
         head_params=head,
         params=params,
         state_bytes=state / params,
@@ -138,30 +152,38 @@ def _widths(config: Any, plan: ShardingPlan) -> tuple[int, int]:
     return width, 4 * width
 
 
-def _count_kernels(
-    plan: ShardingPlan, router: Any, routed: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Count the active parameters for a token in the layers' kernels.
+@dataclasses.dataclass
+class _Kernels:
+    """Active parameters for a token in the layers' kernels.
 
-    Returns:
-        Projection → parameters, and dtype of a recipe → parameters with products in it.
+    Attributes:
+        kernels: Projection → parameters.
+        in_dtype: Dtype of a recipe → parameters with products in it.
+        in_experts: Parameters of experts.
     """
-    kernels = collections.defaultdict[str, float](float)
-    in_dtype = collections.defaultdict[str, float](float)
+
+    kernels: dict[str, float]
+    in_dtype: dict[str, float]
+    in_experts: float = 0.0
+
+
+def _count_kernels(plan: ShardingPlan, router: Any, routed: int) -> _Kernels:
+    """Count the active parameters for a token in the layers' kernels."""
+    found = _Kernels(collections.defaultdict(float), collections.defaultdict(float))
     for entry in plan.params:
         is_repeated = any(f"/{name}/" in f"/{entry.path}" for name in plan.rules.stacks)
         if not entry.path.endswith("kernel") or not is_repeated:
             continue
-        active = 1.0
+        count: float = math.prod(entry.shape)
         if router and re.search(r"\bexperts/", entry.path):
-            active = routed / router.experts
-        count = math.prod(entry.shape) * active
+            count *= routed / router.experts
+            found.in_experts += count
         name = entry.path.split("/")[-2].removesuffix("_proj")
-        kernels[name] += count
+        found.kernels[name] += count
         recipe = plan.placements[entry.path].recipe
         if recipe and recipe.kind:
-            in_dtype[recipe.kind] += count * _share_of_products(recipe)
-    return kernels, in_dtype
+            found.in_dtype[recipe.kind] += count * _share_of_products(recipe)
+    return found
 
 
 def _share_of_products(recipe: QuantizationRecipe) -> float:
@@ -184,6 +206,13 @@ def workload(
     kv_width = heads
     if isinstance(config.model, HasKVWidth):
         kv_width = config.model.kv_width
+    head_width = 0
+    if isinstance(config.model, HasHeads):
+        head_width = heads // config.model.heads
+    sequence = config.data.sequence
+    block = ATTENTION_BLOCK.get(platform, 0)
+    shards = math.prod(mesh.sizes[axis] for axis in TOKEN_AXES)
+    local_tokens = config.data.batch * sequence / shards / (config.accumulate * parts)
     widths = {
         "residual": model.width,
         "layer_input": model.width,
@@ -198,19 +227,26 @@ def workload(
         hidden=model.hidden,
         attention_width=heads,
         kv_width=kv_width,
+        head_width=head_width,
         keys=keys_of(config),
+        computed_keys=mean_keys(sequence, windows_of(config.model), block),
         matmul_params=config.model.matmul_params,
         vocab=config.model.vocab,
         layer_params=sum(model.kernels.values()),
+        expert_params=model.expert_params,
+        experts=model.experts,
         head_params=model.head_params,
         params=model.params,
-        sequence=config.data.sequence,
+        sequence=sequence,
         batch=config.data.batch,
         mesh={axis: mesh.sizes[axis] for axis in AXES},
         microbatches=config.accumulate * parts,
         quantized=model.quantized,
         recomputed=_recomputed_share(remat, model) / remat.every,
         recomputes_attention=remat.kind != "none" and _CORE not in remat.names,
+        # Gradients of logits are kept if they take no more memory than a chunk's float32 logits.
+        recomputes_head=local_tokens * element_bytes(precision.compute) > 4 * config.logits_chunk,
+        is_gated="gate" in model.kernels,
         zero=config.zero,
         regathers=remat.kind != "none",
         gathered_bytes=element_bytes(gathered),
@@ -289,7 +325,7 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
         work,
         hardware,
         closed_form(work, network, rates),
-        rates.spread,
+        rates.spread_of(work.kind),
         examples=setup.examples,
         roofline=roofline(work, network, rates, setup.config.steps),
     )
@@ -349,6 +385,9 @@ def _schedule_time(
     if table:
         taken = table.waited
     shape = MeshShape(**planned.mesh.shape)
+    spread: float | None = compiled_rates(topology).spread
+    if work is not None and work.kind != "dense":
+        spread = None
     line = program_timeline(program, topology, shape, planned.slices, taken, keep_spans=keep_spans)
     found = StepTime(
         topology,
@@ -356,7 +395,7 @@ def _schedule_time(
         work,
         hardware_of(topology),
         dict(line.spent),
-        compiled_rates(topology).spread,
+        spread,
         uncounted=tuple(line.uncounted),
         examples=planned.examples,
     )

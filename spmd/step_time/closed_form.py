@@ -23,6 +23,9 @@ from spmd.observe.metrics import transformer_flops
 from spmd.sharding.mesh import GATHERED_AXES
 from spmd.step_time.network import Network
 
+ATTENTION_BLOCK = {"tpu": 1024, "cuda": 128, "rocm": 128}
+"""Platform → tokens of a block of attention's kernel."""
+
 _FORWARD, _BACKWARD = 1.0, 2.5
 """FLOPs of attention, forward and backward, in forward passes: two matmuls, and five."""
 
@@ -34,10 +37,14 @@ class Workload:
     Attributes:
         width: Width of the residual stream.
         hidden: Hidden units of an MLP per token.
-        attention_width: Width of all query heads.
+        attention_width: Width of all query heads; `head_width`: of one, 0 if unknown.
         kv_width: Width of all key heads.
         keys: Keys per query, on average over positions and layers.
+        computed_keys: Keys per query that a kernel multiplies, as it skips whole blocks alone; 0
+            for `keys`.
         layer_params: Parameters in the matmuls of one token, of all layers.
+        expert_params: Those of them that are in experts.
+        experts: Experts of a layer.
         head_params: Parameters of the output head.
         matmul_params: Parameters in the matmuls of one token, as the model counts them; 0 for
             the sum of layers and head.
@@ -47,6 +54,8 @@ class Workload:
         quantized: Dtype, `int8` or `float8` → share of the layers' products in it.
         recomputed: Share of the layers' forward matmuls that the backward pass repeats.
         recomputes_attention: Whether the backward pass repeats attention.
+        recomputes_head: Whether the backward pass repeats the logits.
+        is_gated: Whether MLPs multiply their hidden units by those of a second matrix.
         zero: ZeRO stage.
         regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
         gathered_bytes: Bytes of a parameter in a gather; `reduced_bytes`: of a gradient in a
@@ -96,7 +105,24 @@ class Workload:
     matmul_params: float = 0.0
     is_fused: bool = True
     context: str = "ring"
+    head_width: int = 0
+    computed_keys: float = 0.0
+    expert_params: float = 0.0
+    experts: int = 0
+    recomputes_head: bool = False
+    is_gated: bool = False
     gathered_axes: tuple[str, ...] = GATHERED_AXES
+
+    @property
+    def kind(self) -> str:
+        """Kind of step, by which predictions are more or less exact: a key of `ClosedRates.spreads`."""
+        if self.experts:
+            return "experts"
+        if self.mesh["pipe"] > 1:
+            return "pipelines"
+        if self.quantized:
+            return "8 bits"
+        return "dense"
 
     @property
     def gathered_parts(self) -> int:
@@ -130,6 +156,16 @@ _STREAM, _HIDDEN, _LOGITS = 16, 4, 8
 Without recomputation.
 """
 
+_BYTES = {"int8": 4 / 6, "float8": 4 / 6, "float4": 3 / 6}
+"""Bytes of two operands of a dtype and a result of 16 bits, relative to those of 16 bits alone."""
+
+_ROUTED = 12
+"""Times that the copies of a token for its experts are read or written in a step: each is sorted by
+expert and summed again, in both passes."""
+
+_CAST = 2
+"""Times that the operands of a product of 8 bits are read or written, in elements of 2 bytes."""
+
 _PARAM_BYTES = 4
 """Bytes of a stored parameter: float32."""
 
@@ -145,7 +181,7 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
     offloading = _offload_seconds(work, network)
     parts["host transfers"] = max(0.0, offloading - parts["matmuls"] / 3)
     for axes, seconds in collective_seconds(work, network, rates.hop).items():
-        share = rates.exposed if axes in (work.gathered_axes, ("data",)) else 1.0
+        share = _exposed_share(axes, work, rates)
         name = f"exposed collectives over {axes_above_one(axes, work.mesh)}"
         parts[name] = parts.get(name, 0.0) + seconds * share
     for name in parts:
@@ -158,6 +194,15 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
     if waiting:
         parts["waiting for the slowest slice"] = waiting
     return parts
+
+
+def _exposed_share(axes: tuple[str, ...], work: Workload, rates: ClosedRates) -> float:
+    """Return the share of the time of collectives over mesh axes that nothing hides."""
+    if axes in (work.gathered_axes, ("data",)):
+        return rates.exposed
+    if axes == ("tensor",):
+        return rates.exposed_tensor
+    return 1.0
 
 
 def _device_tokens(work: Workload) -> float:
@@ -173,33 +218,76 @@ def _layer_shards(work: Workload) -> int:
 
 def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of matmuls in one microbatch."""
-    products = network.hardware.products
     tokens = _device_tokens(work)
-    shorter = sum(share * (1 - products.get(dtype, 1.0)) for dtype, share in work.quantized.items())
-    layers = (6 + 2 * work.recomputed) * work.layer_params * (1 - shorter)
-    flops = layers + 6 * work.head_params
-    slower = 1 + rates.half * (1 / work.width + work.mesh["tensor"] / work.hidden + 1 / tokens)
+    passes = 6 + 2 * work.recomputed
+    dense = passes * (work.layer_params - work.expert_params)
+    head = (6 + 2 * work.recomputes_head) * work.head_params
+    narrow = rates.half * (1 / work.width + work.mesh["tensor"] / work.hidden + 1 / tokens)
+    flops = dense * _relative_time(work, network, rates, narrow) + head * (1 + narrow)
+    if work.experts:
+        flops += _expert_flops(work, network, rates)
     speed = network.hardware.peak * rates.matmul
-    return tokens * flops / _layer_shards(work) / speed * slower
+    return tokens * flops / _layer_shards(work) / speed
+
+
+def _expert_flops(work: Workload, network: Network, rates: ClosedRates) -> float:
+    """Return the FLOPs of a token in experts, as those of wide dense matmuls that take as long."""
+    flops = (6 + 2 * work.recomputed) * work.expert_params
+    # A device with a part of the experts has the tokens of all devices that share them.
+    rows = _device_tokens(work) * work.mesh["expert"] * work.routed / work.experts
+    hidden = work.hidden / work.routed
+    narrow = rates.half * (1 / work.width + work.mesh["tensor"] / hidden + 1 / rows)
+    return flops * _relative_time(work, network, rates, narrow) / rates.experts
+
+
+def _relative_time(work: Workload, network: Network, rates: ClosedRates, narrow: float) -> float:
+    """Return the time of products, relative to wide ones of 16 bits.
+
+    Args:
+        narrow: Time of reading and writing the matrices, relative to that of multiplying; products
+            of 8 bits have operands of one byte and results of two.
+    """
+    multiplying, moving = 1.0, 1.0
+    for dtype, share in work.quantized.items():
+        product = network.hardware.products.get(dtype)
+        if product is None:  # the device converts them, and multiplies 16 bits
+            continue
+        multiplying -= share * (1 - product / rates.eight_bits)
+        moving -= share * (1 - _BYTES[dtype])
+    return multiplying + narrow * moving
 
 
 def _attention_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of attention in one microbatch."""
     units = _FORWARD + _BACKWARD + work.recomputes_attention
     tokens = _device_tokens(work)
-    flops = tokens * work.layers * 4 * work.attention_width * work.keys * units
-    return flops / _layer_shards(work) / (network.hardware.peak * rates.attention)
+    keys = work.computed_keys or work.keys
+    flops = tokens * work.layers * 4 * work.attention_width * keys * units
+    peak = network.hardware.peak
+    if work.head_width:
+        peak = network.hardware.attention_peak(work.head_width)
+    return flops / _layer_shards(work) / (peak * rates.attention)
 
 
 def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of memory-bound work in one microbatch."""
     again = 1 + 0.4 * (work.recomputed > 0)
-    passes_of_layer = _STREAM * work.width + _HIDDEN * work.hidden
+    passes_of_layer = _STREAM * work.width + _HIDDEN * (1 + work.is_gated) * work.hidden
     # Elements have 2 bytes.
     passes = work.layers * passes_of_layer * again * 2 + _LOGITS * work.vocab * 2
     left = FUSED if work.is_fused else 1
     moved = _device_tokens(work) * passes / _layer_shards(work) * rates.passes * left
+    moved += _device_tokens(work) * _unfused_passes(work) * 2 / _layer_shards(work)
     return moved / network.hardware.memory_bandwidth
+
+
+def _unfused_passes(work: Workload) -> float:
+    """Return the elements of a token that are read or written by operations that nothing fuses."""
+    routed = _ROUTED * work.routed * work.width
+    inputs = 2 * work.width + work.attention_width + work.hidden
+    results = 2 * work.width + work.attention_width + 2 * work.kv_width + 2 * work.hidden
+    cast = _CAST * sum(work.quantized.values()) * (inputs + results)
+    return work.layers * (routed + cast)
 
 
 def _offload_seconds(work: Workload, network: Network) -> float:

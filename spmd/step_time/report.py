@@ -53,7 +53,7 @@ class StepTime:
         work: Numbers of a transformer's step; None for another model, without a utilization.
         spent: Activity of a device → seconds; they add up to the step.
         spread: Relative half-width of the range with nine of ten steps, by the backtest of the
-            chip's rows.
+            chip's rows; None if nothing is published of such steps.
         collectives: Of a compiled program, the longest first.
         roofline: Of closed forms.
         memory: Bytes of a device, as compiled.
@@ -67,7 +67,7 @@ class StepTime:
     work: Workload | None
     hardware: Hardware
     spent: Mapping[str, float]
-    spread: float
+    spread: float | None
     collectives: Sequence[CollectiveTime] = ()
     roofline: Roofline | None = None
     memory: int | None = None
@@ -89,10 +89,12 @@ class StepTime:
         return self.memory <= limit
 
     @property
-    def range(self) -> tuple[float, float]:
-        """Shortest and longest step of the range."""
+    def range(self) -> tuple[float, float] | None:
+        """Shortest and longest step of the range; None if it is not known."""
         if self.bounds:
             return self.bounds
+        if self.spread is None:
+            return None
         return self.seconds / (1 + self.spread), self.seconds * (1 + self.spread)
 
     @property
@@ -159,11 +161,19 @@ class StepTime:
     @property
     def summary(self) -> str:
         """The time of the step with its range, on one line."""
-        shortest, longest = self.range
         length = human_duration(self.seconds)
-        low = human_duration(shortest)
-        high = human_duration(longest)
-        return f"step on {self.topology}: {length}, from {low} to {high} ({self.method})"
+        return f"step on {self.topology}: {length}, {self.range_text} ({self.method})"
+
+    @property
+    def range_text(self) -> str:
+        """Text on the range."""
+        if self.range is None:
+            kind = "such steps"
+            if self.work is not None:
+                kind = f"steps with {self.work.kind}"
+            return f"range not known: no {kind} are published for {self.topology.kind}"
+        shortest, longest = self.range
+        return f"from {human_duration(shortest)} to {human_duration(longest)}"
 
     def _summary(self) -> Iterator[str]:
         """Yield the time of the step with its range, and the utilization."""
@@ -180,13 +190,12 @@ class StepTime:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values, in seconds."""
-        low, high = self.range
         count, unit = self.speed
         return {
             "method": self.method,
             "calibrated": not self.topology.chip.rates_of,
             "seconds": self.seconds,
-            "range": [low, high],
+            "range": self.range and list(self.range),
             f"{unit}_per_second_per_chip": count,
             "mfu": self.mfu,
             "hfu": self.hfu,
