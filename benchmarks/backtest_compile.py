@@ -121,11 +121,12 @@ def compile_rows(
     Programs that are in the folder are not compiled again, nor are those that the compiler refused.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    tpus = {n: job for n, job in jobs.items() if job.topology.platform == "tpu" and job.is_dense}
-    wanted = {n: job for n, job in tpus.items() if job.is_wide}
-    narrow = dict.fromkeys(
-        tpus.keys() - wanted.keys(), "products of 8 bits: only closed forms predict them"
-    )
+    wanted, others = dict[int, Rebuilt](), dict[int, str]()
+    for n, job in jobs.items():
+        if job.topology.platform == "tpu" and job.kind == "dense":
+            wanted[n] = job
+        elif job.topology.platform == "tpu":
+            others[n] = f"{job.kind}: only closed forms predict them"
     names = {n: _file(folder, job) for n, job in wanted.items()}
     missing = {
         names[n]: job
@@ -143,7 +144,7 @@ def compile_rows(
         print(f"{other} programs are of another version of this package; {again}", file=sys.stderr)
     programs = {file: _read(file, wanted[n]) for n, file in names.items() if file.exists()}
     failed = {n: f"not compiled: {_why(file)}" for n, file in names.items() if not file.exists()}
-    return {n: programs[file] for n, file in names.items() if file in programs}, narrow | failed
+    return {n: programs[file] for n, file in names.items() if file in programs}, others | failed
 
 
 def _compile(file: Path, job: Rebuilt) -> str:
