@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from spmd.sharding.layer_paths import Stack
     from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
     from spmd.sharding.rules import Rules, replicate
+    from spmd.step_time.closed_memory import activation_bytes, model_state_bytes
     from spmd.training.alternating import AlternatingState, AlternatingStep
     from spmd.training.batch import place_batch
     from spmd.training.evaluated_params import evaluated_params
@@ -106,6 +107,7 @@ __all__ = [
     "WandBConfig",
     "Writer",
     "accumulate",
+    "activation_bytes",
     "annotate",
     "audit_function",
     "classification_loss",
@@ -121,6 +123,7 @@ __all__ = [
     "make_optimizer",
     "make_plan",
     "make_train_step",
+    "model_state_bytes",
     "next_token_loss",
     "per_example",
     "per_layer",
@@ -180,6 +183,7 @@ _HOMES = {
     "WandBConfig": "spmd.observe.wandb_writer",
     "Writer": "spmd.observe.metrics",
     "accumulate": "spmd.gradients.accumulate",
+    "activation_bytes": "spmd.step_time.closed_memory",
     "annotate": "spmd.plan.annotate",
     "audit_function": "spmd.analysis.function_audit",
     "classification_loss": "spmd.gradients.losses",
@@ -195,6 +199,7 @@ _HOMES = {
     "make_optimizer": "spmd.optim.config",
     "make_plan": "spmd.plan.plan",
     "make_train_step": "spmd.training.step",
+    "model_state_bytes": "spmd.step_time.closed_memory",
     "next_token_loss": "spmd.gradients.losses",
     "per_example": "spmd.jaxpr.examples",
     "per_layer": "spmd.optim.per_layer",

@@ -113,7 +113,7 @@ and models with experts."""
 class ClosedRates:
     """Calibration of the closed forms for one kind of chip (`spmd.step_time.closed_form`).
 
-    Fitted to published steps by `python -m benchmarks.backtest --rows FILE --fit`.
+    Fitted to published steps by `python -m benchmarks.backtest --fit`.
 
     Attributes:
         matmul: Share of the peak that large matmuls reach.
@@ -156,7 +156,7 @@ class ClosedRates:
 class Rates:
     """Calibration of compiled programs of one kind of chip (`spmd.step_time.timeline`).
 
-    Fitted to published steps by `python -m benchmarks.backtest --rows FILE --fit`. These are of
+    Fitted to published steps by `python -m benchmarks.backtest --fit`. These are of
     other programs than ours, with other collectives.
 
     Attributes:

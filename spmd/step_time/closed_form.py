@@ -146,7 +146,9 @@ class Workload:
         """FLOPs of one step with recomputation."""
         repeats = 0.5 + self.recomputes_attention
         attention = 4 * self.layers * self.attention_width * self.keys * repeats
-        matmuls = 2 * (self.recomputed * self.layer_params + self.recomputes_head * self.head_params)
+        matmuls = 2 * (
+            self.recomputed * self.layer_params + self.recomputes_head * self.head_params
+        )
         return self.model_flops + self.tokens * (matmuls + attention)
 
 

@@ -11,7 +11,7 @@ import math
 
 import pytest
 
-from tests.published.closed_forms import activation_bytes, model_state_bytes
+from spmd.step_time.closed_memory import activation_bytes, model_state_bytes
 from tests.unit.test_zero_stages import LARGEST, PUBLISHED
 
 GB, GIB, MIB = 1e9, 2**30, 2**20
