@@ -7,7 +7,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields
-from spmd.layers.fusion import unfused_gradient
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, MissingPartError, TableRows
@@ -190,8 +189,7 @@ class DecoderLayer(nnx.Module):
             x = self._add(x, self._normed("attention_post_norm", y))
         if self.spec.mlp is None:
             return x, None
-        normed = unfused_gradient(self._normed("mlp_norm", x))
-        y, report = self._feed_forward(normed, key, inputs)
+        y, report = self._feed_forward(self._normed("mlp_norm", x), key, inputs)
         return self._add(x, self._normed("mlp_post_norm", y)), report
 
     def _mixed(self, x: Array, inputs: LayerInputs) -> Float[Array, "batch seq d"]:

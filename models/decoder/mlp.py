@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields, did_you_mean
+from spmd.layers.fusion import unfused_gradient
 from spmd.models.decoder.activations import GATED, LEARNED, UNGATED, XIELU_INIT
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
@@ -130,7 +131,7 @@ class MLP(nnx.Module):
 
     def _gated(self, x: Array, gate_proj: Dense) -> Float[Array, "batch seq hidden"]:
         kernels = (gate_proj.kernel, self.up_proj.kernel)
-        gate, up = column_parallel(x, kernels, "mlp_input")
+        gate, up = column_parallel(unfused_gradient(x), kernels, "mlp_input")
         gate = _scaled(gate_proj.with_bias(gate), self.spec.gate_scale)
         gate = annotate(gate, "mlp_gate")
         up = annotate(self.up_proj.with_bias(up), "mlp_up")

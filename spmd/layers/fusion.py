@@ -1,4 +1,4 @@
-"""Limits to what a compiler fuses."""
+"""Limits to a compiler's fusion."""
 
 import jax
 
@@ -6,9 +6,10 @@ from spmd.plan.linear_call import linear_call
 
 
 def unfused_gradient(x: jax.Array) -> jax.Array:
-    """Return `x`; its gradient is not fused with the operations that read it.
+    """Keep the compiler from fusing the gradient of `x` with its readers.
 
-    XLA:TPU fuses the gradient of a norm with the product that yields the last part of the norm's
-    cotangent, and such a product is slower than both apart.
+    XLA:TPU fuses the backward pass of a norm into the second of the two products that yield the
+    gradient of its output. A large product is faster alone (Llama 3 8B on v5e: 1.3 % of a step's
+    cycles).
     """
     return linear_call(lambda x: x, jax.lax.optimization_barrier, x)

@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """Kind of step, by which predictions are more or less exact: a key of `ClosedRates.spreads`."""
+        """Kind of step, for the range of its time: one of `spmd.chips.KINDS`."""
         if self.experts:
             return "experts"
         if self.mesh["pipe"] > 1:
@@ -199,7 +199,7 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
 
 
 def _exposed_share(axes: tuple[str, ...], work: Workload, rates: ClosedRates) -> float:
-    """Return the share of the time of collectives over mesh axes that nothing hides."""
+    """Return the exposed share of the time of collectives over mesh axes."""
     if axes in (work.gathered_axes, ("data",)):
         return rates.exposed
     if axes == ("tensor",):
@@ -233,7 +233,7 @@ def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> flo
 
 
 def _expert_flops(work: Workload, network: Network, rates: ClosedRates) -> float:
-    """Return the FLOPs of a token in experts, as those of wide dense matmuls that take as long."""
+    """Return the FLOPs of a token in experts, as FLOPs of equally long wide dense matmuls."""
     flops = (6 + 2 * work.recomputed) * work.expert_params
     # A device with a part of the experts has the tokens of all devices that share them.
     rows = _device_tokens(work) * work.mesh["expert"] * work.routed / work.experts
@@ -284,7 +284,7 @@ def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> flo
 
 
 def _unfused_passes(work: Workload) -> float:
-    """Return the elements of a token that are read or written by operations that nothing fuses."""
+    """Count the elements of a token in operations without fusion, read or written."""
     routed = _ROUTED * work.routed * work.width
     inputs = 2 * work.width + work.attention_width + work.hidden
     results = 2 * work.width + work.attention_width + 2 * work.kv_width + 2 * work.hidden

@@ -103,7 +103,7 @@ def activation_bytes(
     recompute: str = "none",
     mlp: float = 4.0,
 ) -> float:
-    """Return the bytes that one GPT layer in half precision saves for the backward pass on each device.
+    """Return the bytes of one GPT layer's activations for the backward pass, in half precision, on each device.
 
     As in Korthikanti et al., arXiv:2205.05198, table 2: 34 bytes for each token and unit of width,
     of which 24 are split by tensor parallelism and all by sequence parallelism as well, and 5 for
