@@ -74,7 +74,7 @@ test: install ## run the tests that every change must pass (ARGS="-k mesh" choos
 newest-environment:
 	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
 	@echo "installing the newest releases into $(NEWEST)"
-	@$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test]'
+	@$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test,tpu]'
 
 newest: newest-environment ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)

@@ -1,6 +1,7 @@
 """Steps compiled for absent TPUs hold, send and compute what they did when they were recorded, by `spmd diff`.
 
-SPMD_UPDATE_GOLDEN=1 records them anew. The figures are those of one compiler, named in each record.
+SPMD_UPDATE_GOLDEN=1 records them anew. Both ends of the range of dependencies have records: `make
+test` compares with those of the oldest compiler, `make newest` with those of the newest.
 """
 
 import copy
@@ -48,26 +49,37 @@ def compile_record(name):
     return record
 
 
+def installed():
+    """The installed compiler, as a key of the records."""
+    versions = compiler_versions()
+    return f"jax {versions['jax']}, libtpu {versions['libtpu']}"
+
+
 def recorded():
-    """Name → the record."""
+    """Compiler → name → the record."""
     return json.loads(RECORDED.read_text(encoding="utf-8"))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", soak_but(CORE, "fsdp"))
 def test_no_total_grew(name):
     """Of memory, bytes, cycles, exposed communication and the predicted step, within 1 to 3 %."""
+    records = recorded()
+    is_update = bool(os.environ.get("SPMD_UPDATE_GOLDEN"))
+    if installed() not in records and not is_update:
+        pytest.skip(f"nothing is recorded of {installed()}: SPMD_UPDATE_GOLDEN=1")
     found = compile_record(name)
-    if os.environ.get("SPMD_UPDATE_GOLDEN"):
-        records = recorded() if RECORDED.exists() else {}
-        text = json.dumps({**records, name: found}, indent=1, sort_keys=True)
+    if is_update:
+        records.setdefault(installed(), {})[name] = found
+        text = json.dumps(records, indent=1, sort_keys=True)
         RECORDED.write_text(f"{text}\n", encoding="utf-8")
-    difference = compare_compiled(recorded()[name], found, LIMITS)
+    difference = compare_compiled(records[installed()][name], found, LIMITS)
     assert not difference.is_exceeded, str(difference)
 
 
 def test_control_a_larger_program_is_above_its_limits():
     """Each total, by 4 %: as of a renamed axis, or of a newer compiler."""
-    before = recorded()["fsdp"]
+    before = recorded()[installed()]["fsdp"]
     after = copy.deepcopy(before)
     after["memory"]["compiled"]["total"] *= 1.04
     after["compute"]["seconds"] *= 1.04
@@ -79,7 +91,9 @@ def test_control_a_larger_program_is_above_its_limits():
     assert len(above) == 5
 
 
-def test_the_records_are_of_the_installed_compiler():
+def test_the_oldest_compiler_is_recorded():
     """Another one has other programs: record them anew, and read what changed."""
-    for record in recorded().values():
+    of_this = recorded()[installed()]
+    assert of_this.keys() == CORE.keys()
+    for record in of_this.values():
         assert record["versions"].items() <= compiler_versions().items()
