@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import spmd
-from benchmarks.published_rows import Rebuilt
+from benchmarks.published_rows import Rebuilt, windows
 from spmd.analysis.hlo import parse
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.chips import CHIPS, ClosedRates, Rates
@@ -74,9 +74,6 @@ def describe(job: Rebuilt) -> dict[str, Any]:
     topology = job.topology
     slices = job.slices if topology.slices > 1 else dict.fromkeys(AXES, 1)
     mesh = {axis: job.work.mesh[axis] // slices[axis] for axis in AXES}
-    numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
-    window = extra.get("sliding_window", 0)
-    windows = [window] * numbers[0] + [0] * numbers[1] if len(numbers) == 2 else []
     tied = bool(extra.get("tied_embeddings"))
     mlp = next(
         (name for word, name in _MLPS.items() if extra.get("mlp", "swiglu").startswith(word)),
@@ -96,7 +93,7 @@ def describe(job: Rebuilt) -> dict[str, Any]:
             **shape,
             "mlp": mlp,
             "tied": tied,
-            "windows": windows,
+            "windows": list(windows(row)),
             "qk_norm": "gemma3" in row["model"],
         },
         "mesh": mesh,

@@ -16,7 +16,9 @@ readers. The exit code is 1 if a bar is missed, else 2 if a job was not compiled
 import argparse
 import dataclasses
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,8 @@ class Figures:
         compute: Seconds.
         arguments: GiB of the training state and the batch.
         exchanged: GiB of the buffers of all-to-alls, ragged or not.
+        routed: GiB of tokens in them with a balanced router, which leaves the rest of ragged buffers
+            empty.
         exposed: Seconds of communication that nothing hides, by the program's schedule.
         step: Seconds of the step, by the program's schedule; none for GPUs.
     """
@@ -62,6 +66,7 @@ class Figures:
     exchanged: float | None = None
     exposed: float | None = None
     step: float | None = None
+    routed: float | None = None
 
 
 _SECONDS = ("compute", "exposed", "step")
@@ -80,6 +85,7 @@ class Job:
             compared.
         sequences: For each device.
         tokens: In a sequence.
+        experts: Of a token; 0 for a dense model.
         model: Fields of the model that differ from the config's.
         equal: MaxText's figures with the flags of ours.
     """
@@ -93,6 +99,7 @@ class Job:
     maxtext_arguments: Sequence[str] = ()
     sequences: float = 1
     tokens: int = 8192
+    experts: int = 0
     model: Mapping[str, int] = dataclasses.field(default_factory=dict)
     equal: Figures = Figures()
 
@@ -100,6 +107,11 @@ class Job:
     def machine(self) -> Topology:
         """The machine."""
         return parse_topology(self.topology)
+
+    @property
+    def copies(self) -> int:
+        """Copies of a device's tokens for experts."""
+        return round(self.sequences * self.tokens * self.experts)
 
     @property
     def arguments(self) -> list[str]:
@@ -220,6 +232,7 @@ JOBS = (
         ),
         sequences=4,
         tokens=4096,
+        experts=2,
     ),
     # Of DeepSeek-V3's size, with Mixtral's layers on both sides: 256 experts, 8 a token. With four
     # sequences a device MaxText needs 250 GiB of temporaries, for it has room for the worst load.
@@ -255,6 +268,7 @@ JOBS = (
             *("enable_dropout=False", "logits_via_embedding=False"),
         ),
         tokens=4096,
+        experts=8,
         model={
             **{
                 "vocab": 129_280,
@@ -296,6 +310,7 @@ JOBS = (
             *("rule:q_lora=fsdp", "rule:kv_lora=fsdp", "ragged_buffer_factor=1.25"),
         ),
         tokens=4096,
+        experts=8,
     ),
     # MaxText's ragged all-to-all is refused by the compiler ("limited ICI routing"). Its figures
     # are with capacities of 1.25, which drop tokens: sparse_matmul=False megablox=False.
@@ -317,6 +332,7 @@ JOBS = (
             "capacity_factor=1.25",
         ),
         tokens=4096,
+        experts=2,
     ),
     # One sequence for each 8 devices; a ring has 93.8 s of cycles.
     Job(
@@ -338,6 +354,7 @@ JOBS = (
         Figures(temporaries=14.5, arguments=4.1, exchanged=100),
         sequences=4,
         tokens=4096,
+        experts=2,
     ),
     Job(
         "70b-h100",
@@ -349,12 +366,28 @@ JOBS = (
 )
 
 
+def routed_bytes(records: Sequence[Mapping[str, Any]], copies: int) -> float:
+    """Return the bytes of tokens in all-to-alls with a balanced router.
+
+    A ragged one has room for more rows than the copies of a device's tokens.
+    """
+    total = 0.0
+    for record in records:
+        if record["kind"] == "all-to-all":
+            total += record["bytes"]
+        elif record["kind"] == "ragged-all-to-all":
+            *rows, _ = map(int, re.findall(r"\d+", record["operand"].partition("[")[2]))
+            total += record["bytes"] * min(1.0, copies / math.prod(rows))
+    return total
+
+
 def figures(
     memory: Mapping[str, int],
     records: Sequence[Mapping[str, Any]],
     seconds: float | None,
     exposed: float | None,
     step: float | None,
+    copies: int,
 ) -> Figures:
     """Return the figures of a program.
 
@@ -363,6 +396,7 @@ def figures(
         seconds: Of the cycles.
         exposed: Seconds of collectives that nothing hides.
         step: Predicted seconds.
+        copies: Copies of a device's tokens for experts.
     """
 
     def sent(*kinds: str) -> float:
@@ -380,6 +414,7 @@ def figures(
         exchanged=sent("all-to-all", "ragged-all-to-all"),
         exposed=exposed,
         step=step,
+        routed=routed_bytes(records, copies) / GIB if copies else None,
     )
 
 
@@ -411,6 +446,7 @@ def measure(job: Job) -> Figures:
         plan.get("compute", {}).get("seconds"),
         exposed,
         time.get("seconds"),
+        job.copies,
     )
 
 
@@ -456,6 +492,7 @@ def measure_maxtext(job: Job, python: str, flags: str) -> Figures:
         cycles and cycles.to_json(clock)["seconds"],
         sum(line.exposed.values()),
         sum(line.spent.values()),
+        job.copies,
     )
 
 

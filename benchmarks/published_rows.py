@@ -6,6 +6,7 @@ source's own convention.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -16,8 +17,9 @@ from typing import Any
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.chips import CHIPS, Hardware
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
+from spmd.observe.metrics import mean_keys
 from spmd.sharding.mesh import AXES, BATCH_AXES, GATHERED_AXES, MeshShape
-from spmd.step_time.closed_form import Workload
+from spmd.step_time.closed_form import ATTENTION_BLOCK, Workload
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Network, make_network
 
@@ -67,12 +69,11 @@ _PRODUCTS = {"fp4": "float4", "fp8": "float8", "int8": "int8"}
 """What a precision names → dtype of the layers' products."""
 _FOUR_BITS = {"B200": 0.25, "B300": 1 / 6, "GB200": 0.25, "GB300": 1 / 6}
 """GPU → time of a product of NVFP4, relative to bfloat16; NVIDIA's data sheets."""
-_NO_DECODER = ("global_head_dim",)
 _LATENT = re.compile(r"MLA q_lora (\d+) kv_lora (\d+) nope (\d+) rope (\d+) v (\d+)")
 _MICRO_BATCH = re.compile(r"micro batch (\d+)")
 _VIRTUAL_STAGES = re.compile(r"virtual stages (\d+)")
-_BLOCK = {"tpu": 1024, "cuda": 128}
-"""Platform → tokens of a block of attention."""
+_STATE_BYTES = {False: 28, True: 16}
+"""Whether all state has 16 bits → bytes of a parameter's state that an update reads and writes."""
 _FLASH_1 = 0.7
 """Speed of llm-foundry's attention, a Triton kernel of FlashAttention, relative to FlashAttention-2
 (Dao, arXiv:2307.08691)."""
@@ -90,11 +91,13 @@ class Recompute:
         again: Projections that are computed again: of `"qkv"`, `"o"`, `"in"` (gate and up) and
             `"down"`.
         attention: Whether attention is.
+        every: Of how many products one is computed again, where no projection is named.
     """
 
     policy: str
     again: Sequence[str] = ()
     attention: bool = False
+    every: int = 0
 
 
 _QKV = "attention_query,attention_key,attention_value"
@@ -103,7 +106,7 @@ _REMATS = (  # how a policy's description begins → the policy; the first that 
     ("full", Recompute("full", ("qkv", "o", "in"), True)),
     ("none", Recompute("none")),
     ("minimal", Recompute(_KEEP_DOTS, ("o",), False)),
-    ("selective", Recompute("selective", ("half",), False)),
+    ("selective", Recompute("selective", every=2)),
     ("save_dot_except_mlpwi", Recompute(f"save:{_QKV},attention_out", ("o", "in"), False)),
     ("qkv_proj_offloaded", Recompute(f"offload:{_QKV}", ("o", "in"), True)),
     (
@@ -173,7 +176,9 @@ class Rebuilt:
     @property
     def attention_speed(self) -> float:
         """Speed of the attention kernel, relative to those of today."""
-        return _FLASH_1 if "llm-foundry" in self.row.get("source", "") else 1.0
+        if "llm-foundry" in self.row.get("source", ""):
+            return _FLASH_1
+        return 1.0
 
     def tokens_per_second(self, seconds: float) -> float:
         """Return the tokens in a second on one chip, of steps of a length."""
@@ -218,29 +223,20 @@ def read_rows(file: str) -> list[Row]:
 
 def rebuild(row: Row) -> Rebuilt | str:
     """Return a row as a job, or the reason why there is none."""
-    extra, precision = (row.get("extra") or {}), row["precision"].lower()
-    if " or bf16" in precision:
-        return f"precision {row['precision']}: one of two"
-    if any(name in extra for name in _NO_DECODER):
-        return "layers of several kinds: heads of several widths"
-    if "not a plain transformer" in (row.get("notes") or ""):
-        return "no plain transformer: embeddings of each layer, shared keys and values"
-    if problem := _unknown(row):
+    problem = _unknown(row)
+    if problem:
         return problem
+    remat = _remat(row)
+    if remat is None:
+        return f"remat {row['remat']!r}: no such policy"
     try:
         topology = parse_topology(_machine(row))
-        sizes, slices = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1)
-        for axis, size in row["mesh"].items():
-            name = _PUBLISHED_AXES.get(axis, axis)
-            sizes[name] *= size
-            slices[name] *= size if axis.startswith("dcn_") else 1
+        sizes, slices = _mesh_sizes(row)
         shape = MeshShape(**sizes).resolve(topology.devices)
         network = make_network(topology, shape, slices, _hardware(row, topology))
     except (SpmdError, NotImplementedError) as error:  # JAX arranges no such mesh on a torus
-        return f"mesh {row['mesh']} on {row['chips']} {row['chip']}: {str(error).splitlines()[-1].strip()}"
-    remat = next((remat for text, remat in _REMATS if row["remat"].startswith(text)), None)
-    if remat is None:
-        return f"remat {row['remat']!r}: no such policy"
+        last = str(error).splitlines()[-1].strip()
+        return f"mesh {row['mesh']} on {row['chips']} {row['chip']}: {last}"
     return Rebuilt(row, _workload(row, topology, shape, remat), network, slices, remat)
 
 
@@ -249,32 +245,95 @@ def chip_kind(row: Row) -> str:
     return _GPUS.get(row["chip"], row["chip"])
 
 
+def windows(row: Row) -> tuple[int, ...]:
+    """Return the attention windows of consecutive layers, repeated; 0 for all tokens before.
+
+    A pattern is `"5 local : 1 global"`; without one, all layers are alike.
+    """
+    extra = row.get("extra") or {}
+    window = extra.get("sliding_window", 0)
+    numbers = re.findall(r"\d+", extra.get("sliding_pattern", ""))
+    if not numbers:
+        return (window,)
+    some, all_of = map(int, numbers)
+    return (window,) * some + (0,) * all_of
+
+
 def _unknown(row: Row) -> str:
-    """Return what a row names that does not exist here; empty if there is nothing."""
+    """Return what a row has that does not exist here; empty if there is nothing."""
+    extra = row.get("extra") or {}
+    if " or bf16" in row["precision"].lower():
+        return f"precision {row['precision']}: one of two"
+    if "global_head_dim" in extra:
+        return "layers of several kinds: heads of several widths"
+    if "not a plain transformer" in _notes(row):
+        return "no plain transformer: embeddings of each layer, shared keys and values"
     if row["chip"] not in CHIPS and row["chip"] not in _GPUS:
         return f"no chip {row['chip']!r}"
-    axes = [axis for axis in row["mesh"] if _PUBLISHED_AXES.get(axis, axis) not in AXES]
-    return f"no mesh axis {', '.join(axes)}" if axes else ""
+    axes = [axis for axis in row["mesh"] if _axis(axis) not in AXES]
+    if axes:
+        return f"no mesh axis {', '.join(axes)}"
+    return ""
+
+
+def _notes(row: Row) -> str:
+    return row.get("notes") or ""
+
+
+def _axis(published: str) -> str:
+    """Return our name of a published axis."""
+    return _PUBLISHED_AXES.get(published, published)
+
+
+def _remat(row: Row) -> Recompute | None:
+    for text, remat in _REMATS:
+        if row["remat"].startswith(text):
+            return remat
+    return None
+
+
+def _mesh_sizes(row: Row) -> tuple[dict[str, int], dict[str, int]]:
+    """Return axis → size, and axis → slices along it."""
+    sizes = dict.fromkeys(AXES, 1)
+    slices = dict.fromkeys(AXES, 1)
+    for axis, size in row["mesh"].items():
+        sizes[_axis(axis)] *= size
+        if axis.startswith("dcn_"):
+            slices[_axis(axis)] *= size
+    return sizes, slices
 
 
 def _machine(row: Row) -> str:
+    """Return the topology of a row.
+
+    Raises:
+        MeshError: A TPU has no slice of so many chips.
+    """
     chip, chips = row["chip"], row["chips"]
     if chip in _GPUS:
-        each = 4 if chip.startswith("GB") else 8
+        each = 8
+        if chip.startswith("GB"):
+            each = 4
         return f"{_GPUS[chip]}:{max(1, chips // each)}x{min(each, chips)}"
-    slices = math.prod(size for axis, size in row["mesh"].items() if axis.startswith("dcn_"))
+    slices = math.prod(_mesh_sizes(row)[1].values())
     each = chips // slices
-    size = _SHAPES_2D.get(each, "") if CHIPS[chip].dims == 2 else "x".join(map(str, _cuboid(each)))
+    size = "x".join(map(str, _cuboid(each)))
+    if CHIPS[chip].dims == 2:
+        size = _SHAPES_2D.get(each, "")
     if not size:
         raise MeshError("Invalid topology:", [Problem("chips", f"no slice of {each} chips")])
-    return f"{slices}x{chip}:{size}" if slices > 1 else f"{chip}:{size}"
+    if slices > 1:
+        return f"{slices}x{chip}:{size}"
+    return f"{chip}:{size}"
 
 
 def _cuboid(chips: int) -> tuple[int, ...]:
     """Return the most cubic slice of whole cubes of 4 × 4 × 4 chips; empty if there is none."""
-    sides = [4 * n for n in range(1, 17)]
-    found = [(x, y, chips // (x * y)) for x in sides for y in sides if chips % (x * y) == 0]
-    fitting = [shape for shape in found if shape[0] <= shape[1] <= shape[2] and shape[2] % 4 == 0]
+    fitting = []
+    for x, y in itertools.combinations_with_replacement(range(4, 65, 4), 2):
+        z = chips // (x * y)
+        if x * y * z == chips and z >= y and z % 4 == 0:
+            fitting.append((x, y, z))
     return min(fitting, key=sum, default=())
 
 
@@ -283,117 +342,174 @@ def _hardware(row: Row, topology: Topology) -> Hardware:
     if row["chip"] in _FOUR_BITS:
         products = {**hardware.products, "float4": _FOUR_BITS[row["chip"]]}
         hardware = dataclasses.replace(hardware, products=products)
-    if "500 W" in (row.get("notes") or ""):
+    if "500 W" in _notes(row):
         hardware = dataclasses.replace(hardware, peak=hardware.peak * _POWER_LIMIT)
     return hardware
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
-    """Parameters of a row's model.
+class _Attention:
+    """Sizes of a row's attention.
 
     Attributes:
-        kernels: Projection → parameters that a token meets, of all layers.
-        experts: Those of them in experts.
-        stored: Parameters of all layers.
-        hidden: Hidden units of a layer that a token meets.
-        heads: Width of all query heads; of latent attention, the mean of keys and values.
-        kv: Width of all key heads.
+        width: Of all query heads; of latent attention, the mean of keys and values.
+        kv_width: Of all key heads.
+        inputs: Parameters of a layer that make queries, keys and values.
+        outputs: Those after attention.
     """
 
-    kernels: Mapping[str, float]
-    experts: float
-    stored: float
-    hidden: int
-    heads: int
-    kv: int
+    width: int
+    kv_width: int
+    inputs: int
+    outputs: int
 
 
-def _model(row: Row) -> _Model:
-    """Count a row's model."""
+def _attention(row: Row) -> _Attention:
+    d, heads = row["d_model"], row["heads"]
+    width = heads * row["head_dim"]
+    kv_width = row["kv_heads"] * row["head_dim"]
+    latent = _LATENT.match(str((row.get("extra") or {}).get("attention", "")))
+    if latent is None:
+        return _Attention(width, kv_width, d * (width + 2 * kv_width), d * width)
+    query, keys, nope, rope, value = map(int, latent.groups())
+    down = d * (query + keys + rope)
+    up = heads * (query * (nope + rope) + keys * (nope + value))
+    width = heads * (nope + rope + value) // 2
+    return _Attention(width, kv_width, down + up, heads * value * d)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MLPs:
+    """Sizes of a row's MLPs and experts, of all layers.
+
+    Attributes:
+        matrices: Of an MLP: two, or three with a gate.
+        dense: Hidden units that all tokens meet.
+        routed: Hidden units of the experts that a token is sent to.
+        stored: Hidden units of all experts.
+        of_layer: Hidden units of a layer that a token meets.
+    """
+
+    matrices: int
+    dense: int
+    routed: float
+    stored: int
+    of_layer: int
+
+
+def _mlps(row: Row) -> _MLPs:
     extra = row.get("extra") or {}
-    d, layers = row["d_model"], row["layers"]
-    heads, kv = row["heads"] * row["head_dim"], row["kv_heads"] * row["head_dim"]
-    kernels = {"qkv": layers * d * (heads + 2 * kv), "o": layers * d * heads}
-    if latent := _LATENT.match(str(extra.get("attention", ""))):
-        query, keys, nope, rope, value = map(int, latent.groups())
-        heads = row["heads"] * (nope + rope + value) // 2
-        down = d * (query + keys + rope)
-        up = row["heads"] * (query * (nope + rope) + keys * (nope + value))
-        kernels = {"qkv": layers * (down + up), "o": layers * row["heads"] * value * d}
-    matrices = 2 if "2 matrices" in extra.get("mlp", "") else 3
-    routed = extra.get("experts_per_token", 0)
-    dense_layers = extra.get("dense_layers", 0) if routed else layers
-    expert = extra.get("moe_d_ff", row["d_ff"])
-    room = 1.25 if "capacity factor 1.25" in (row.get("notes") or "") else 1.0
-    units = dense_layers * row["d_ff"]
-    units += (layers - dense_layers) * extra.get("shared_experts", 0) * expert
-    active = (layers - dense_layers) * routed * room * expert
-    kernels["in"] = (matrices - 1) * d * (units + active)
-    kernels["down"] = d * (units + active)
-    stored = kernels["qkv"] + kernels["o"] + matrices * d * units
-    stored += (layers - dense_layers) * extra.get("experts", 0) * matrices * d * expert
-    hidden = max(1, routed) * expert if routed else row["d_ff"]
-    return _Model(kernels, matrices * d * active, stored, hidden, heads, kv)
+    matrices = 3
+    if "2 matrices" in extra.get("mlp", ""):
+        matrices = 2
+    experts = extra.get("experts", 0)
+    if not experts:
+        return _MLPs(matrices, row["layers"] * row["d_ff"], 0, 0, row["d_ff"])
+    dense_layers = extra.get("dense_layers", 0)
+    layers = row["layers"] - dense_layers
+    hidden = extra.get("moe_d_ff", row["d_ff"])
+    routed = extra["experts_per_token"]
+    room = 1.0
+    if "capacity factor 1.25" in _notes(row):
+        room = 1.25
+    return _MLPs(
+        matrices=matrices,
+        dense=dense_layers * row["d_ff"] + layers * extra.get("shared_experts", 0) * hidden,
+        routed=layers * routed * hidden * room,
+        stored=layers * experts * hidden,
+        of_layer=routed * hidden,
+    )
 
 
 def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) -> Workload:
-    extra, d = (row.get("extra") or {}), row["d_model"]
-    notes = row.get("notes") or ""
-    model = _model(row)
-    layer_params = sum(model.kernels.values())
-    again = ({"half"} & set(remat.again) and 0.5 * layer_params) or sum(
-        model.kernels[name] for name in remat.again
-    )
-    if topology.platform == "cuda" and remat.policy == "full":  # PyTorch repeats a whole layer
-        again = layer_params
-    wide = {"layer_input": d, "attention_out": model.heads, "attention_query": model.heads}
-    wide |= dict.fromkeys(("attention_key", "attention_value"), model.kv)
-    offloaded: Sequence[str] = ()
-    if remat.policy.startswith("offload:"):
-        offloaded = remat.policy.removeprefix("offload:").split(",")
-    parts, is_pure = row.get("grad_accum") or 1, "PURE" in row["precision"]
-    batch = (
-        row["per_device_batch"] * topology.devices * parts
-        if row.get("per_device_batch")
-        else row["global_batch"]
-    )
+    extra = row.get("extra") or {}
+    d, layers = row["d_model"], row["layers"]
+    attention, mlps = _attention(row), _mlps(row)
+    units = mlps.dense + mlps.routed
+    kernels = {
+        "qkv": layers * attention.inputs,
+        "o": layers * attention.outputs,
+        "in": (mlps.matrices - 1) * d * units,
+        "down": d * units,
+    }
+    layer_params = sum(kernels.values())
+    attention_params = kernels["qkv"] + kernels["o"]
+    head_params = d * row["vocab"]
+    embeddings = 2
+    if extra.get("tied_embeddings"):
+        embeddings = 1
+    stored = attention_params + mlps.matrices * d * (mlps.dense + mlps.stored)
+    parts = row.get("grad_accum") or 1
+    batch = row.get("global_batch")
+    if row.get("per_device_batch"):
+        batch = row["per_device_batch"] * topology.devices * parts
     split = math.prod(shape.sizes[axis] for axis in BATCH_AXES)
     microbatches, bubble = _pipeline(row, shape.pipe, batch / split, parts)
+    is_pure = "PURE" in row["precision"]
     return Workload(
-        layers=row["layers"],
+        layers=layers,
         width=d,
-        hidden=model.hidden,
-        attention_width=model.heads,
-        head_width=model.heads // row["heads"],
-        kv_width=model.kv,
-        keys=_keys(row["seq"], extra),
-        computed_keys=_keys(row["seq"], extra, _BLOCK[topology.platform]),
+        hidden=mlps.of_layer,
+        attention_width=attention.width,
+        head_width=attention.width // row["heads"],
+        kv_width=attention.kv_width,
+        keys=mean_keys(row["seq"], windows(row)),
+        computed_keys=mean_keys(row["seq"], windows(row), ATTENTION_BLOCK[topology.platform]),
         vocab=row["vocab"],
         layer_params=layer_params,
-        expert_params=model.experts,
+        expert_params=mlps.matrices * d * mlps.routed,
         experts=extra.get("experts", 0),
-        head_params=d * row["vocab"],
-        params=model.stored + d * row["vocab"] * (1 if extra.get("tied_embeddings") else 2),
+        head_params=head_params,
+        params=stored + embeddings * head_params,
         sequence=row["seq"],
         batch=batch,
         mesh=shape.sizes,
         microbatches=microbatches,
         bubble=bubble,
-        # Systems with FSDP split parameters over the devices of a sequence too, Megatron does not.
-        gathered_axes=GATHERED_AXES if _is_fsdp(row) else ("fsdp",),
+        gathered_axes=_gathered_axes(row),
         quantized=_quantized(row),
-        recomputed=again / layer_params,
+        recomputed=_recomputed(kernels, topology, remat),
         recomputes_attention=remat.attention,
-        is_gated="2 matrices" not in extra.get("mlp", ""),
+        is_gated=mlps.matrices == 3,
         recomputes_head="num_vocab_tiling" in row["remat"],
-        regathers="SHARD_GRAD_OP" not in notes,
-        reduced_bytes=4 if topology.platform == "cuda" and not is_pure else 2,
-        state_bytes=16 if is_pure else 28,
+        regathers="SHARD_GRAD_OP" not in _notes(row),
+        reduced_bytes=_reduced_bytes(topology, is_pure),
+        state_bytes=_STATE_BYTES[is_pure],
         routed=extra.get("experts_per_token", 0),
-        offloaded=2 * sum(wide[name] for name in offloaded),
+        offloaded=_offloaded_bytes(d, attention, remat),
         is_fused=topology.platform == "tpu" or "compile" in row["precision"],
     )
+
+
+def _recomputed(kernels: Mapping[str, float], topology: Topology, remat: Recompute) -> float:
+    """Return the share of the layers' forward products that the backward pass repeats."""
+    if remat.every:
+        return 1 / remat.every
+    if topology.platform == "cuda" and remat.policy == "full":  # PyTorch repeats a whole layer
+        return 1.0
+    return sum(kernels[name] for name in remat.again) / sum(kernels.values())
+
+
+def _offloaded_bytes(width: int, attention: _Attention, remat: Recompute) -> float:
+    """Return the bytes of a token's activations of a layer in host memory."""
+    widths = {
+        "layer_input": width,
+        "attention_out": attention.width,
+        "attention_query": attention.width,
+        "attention_key": attention.kv_width,
+        "attention_value": attention.kv_width,
+    }
+    kind, _, names = remat.policy.partition(":")
+    if kind != "offload":
+        return 0.0
+    return 2.0 * sum(widths[name] for name in names.split(","))
+
+
+def _reduced_bytes(topology: Topology, is_pure: bool) -> int:
+    """Return the bytes of a parameter's gradient in a reduction."""
+    if topology.platform == "tpu" or is_pure:
+        return 2
+    return 4
 
 
 def _quantized(row: Row) -> dict[str, float]:
@@ -403,13 +519,21 @@ def _quantized(row: Row) -> dict[str, float]:
     """
     precision = row["precision"].lower()
     for word, dtype in _PRODUCTS.items():
+        if word in precision and "rowwise" in precision:
+            return {f"{dtype} by row": 1.0}
         if word in precision:
-            return {f"{dtype} by row" if "rowwise" in precision else dtype: 1.0}
+            return {dtype: 1.0}
     return {}
 
 
-def _is_fsdp(row: Row) -> bool:
-    return any(_PUBLISHED_AXES.get(axis, axis) == "fsdp" for axis in row["mesh"])
+def _gathered_axes(row: Row) -> tuple[str, ...]:
+    """Return the axes that split the state.
+
+    Systems with FSDP split it over the devices of a sequence too, Megatron does not.
+    """
+    if "fsdp" in map(_axis, row["mesh"]):
+        return GATHERED_AXES
+    return ("fsdp",)
 
 
 def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, float]:
@@ -421,28 +545,17 @@ def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, 
     """
     if stages == 1:
         return parts, 0.0
-    said = _MICRO_BATCH.search(row.get("notes") or "")
-    size = row.get("micro_batch") or (said and int(said[1]))
+    size = row.get("micro_batch") or _said(_MICRO_BATCH, row)
     if not size:
         return parts, (stages - 1) / parts  # nothing is said: as GPipe
-    said = _VIRTUAL_STAGES.search(row.get("notes") or "")
-    chunks = row.get("virtual_stages") or (int(said[1]) if said else 1)
+    chunks = row.get("virtual_stages") or _said(_VIRTUAL_STAGES, row) or 1
     microbatches = max(1, round(examples / size))
     return microbatches, (stages - 1) / (microbatches * chunks)
 
 
-def _keys(sequence: int, extra: Mapping[str, Any], block: int = 0) -> float:
-    """Return the keys that a query sees; with a block, those that a kernel multiplies.
-
-    A pattern is `"5 local : 1 global"`.
-    """
-    window = min(extra.get("sliding_window", sequence), sequence)
-    local = window - window * window / (2 * sequence)
-    whole = (sequence + block) / 2
-    numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
-    some, all_of = (
-        numbers
-        if len(numbers) == 2
-        else (1 if window < sequence else 0, 0 if window < sequence else 1)
-    )
-    return (some * min(local + block, whole) + all_of * whole) / (some + all_of)
+def _said(pattern: re.Pattern[str], row: Row) -> int:
+    """Return the number that a row's notes say; 0 if they say none."""
+    found = pattern.search(_notes(row))
+    if found is None:
+        return 0
+    return int(found[1])

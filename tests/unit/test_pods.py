@@ -20,11 +20,15 @@ RECORDS = [
 
 
 def test_figures() -> None:
-    """Gathers and reductions are apart, and everything is in the sum."""
+    """Gathers and reductions are apart, and everything is in the sum; of ragged buffers tokens are apart."""
     memory = {"temporaries": GIB, "arguments": 2 * GIB}
-    records = [*RECORDS, {"kind": "ragged-all-to-all", "bytes": GIB}]
-    found = figures(memory, records, 2.5, exposed=0.5, step=3.5)
-    assert found == Figures(1, 3, 3, 7.5, 2.5, 2, 1, 0.5, 3.5)
+    # dispatched: as many rows as copies; returned: from a buffer of four times as many
+    sent = {"kind": "ragged-all-to-all", "bytes": GIB, "operand": "bf16[2,8,16]"}
+    returned = {"kind": "ragged-all-to-all", "bytes": 4 * GIB, "operand": "bf16[64,16]"}
+    records = [*RECORDS, sent, returned]
+    found = figures(memory, records, 2.5, exposed=0.5, step=3.5, copies=16)
+    assert found == Figures(1, 3, 3, 11.5, 2.5, 2, 5, 0.5, 3.5, routed=2)
+    assert figures(memory, RECORDS, 2.5, exposed=0.5, step=3.5, copies=0).routed is None
 
 
 def test_missed() -> None:
