@@ -26,7 +26,6 @@ rank correlation within families of five rows.
 import argparse
 import collections
 import dataclasses
-import itertools
 import json
 import math
 import statistics
@@ -103,7 +102,8 @@ _ONE_FAMILY = 0.3
 """Least half of the range of a kind of step that one family alone shows."""
 
 Predict = Callable[[Rebuilt, Any], float]
-Fit = Callable[[Sequence[Rebuilt]], Any]
+Fit = Callable[[Sequence[Rebuilt], str], Any]
+"""Rows, and the family that no rate may know → rates."""
 
 
 def predict_closed(job: Rebuilt, rates: ClosedRates) -> float:
@@ -152,19 +152,56 @@ def family(job: Rebuilt) -> str:
     return str(job.row["model"])
 
 
-def leave_one_out(
-    jobs: Sequence[Rebuilt], predict: Predict, make_rates: Fit
-) -> tuple[list[float], list[float]]:
-    """Return the prediction and the baseline of each row, fitted on the rows of other families."""
-    predicted, baseline = dict[int, float](), dict[int, float]()
-    for held in sorted({family(job) for job in jobs}):
-        others = [job for job in jobs if family(job) != held] or list(jobs)
-        found = make_rates(others)
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Prediction of a row by the rows of other families.
+
+    Attributes:
+        tokens: Predicted tokens in a second on one chip.
+        baseline: The same, by a constant MFU.
+    """
+
+    job: Rebuilt
+    tokens: float
+    baseline: float
+
+    @property
+    def family(self) -> str:
+        """The model."""
+        return family(self.job)
+
+    @property
+    def error(self) -> float:
+        """Absolute relative error."""
+        return abs(self.tokens / self.job.published - 1)
+
+    @property
+    def baseline_error(self) -> float:
+        """The same, of the baseline."""
+        return abs(self.baseline / self.job.published - 1)
+
+    @property
+    def off_by(self) -> float:
+        """The larger quotient of prediction and publication, less 1."""
+        ratio = self.tokens / self.job.published
+        return max(ratio, 1 / ratio) - 1
+
+
+def leave_one_out(jobs: Sequence[Rebuilt], predict: Predict, make_rates: Fit) -> list[Prediction]:
+    """Predict each row by the rows of other families; those of the only family by themselves."""
+    families = {family(job) for job in jobs}
+    found = dict[int, Prediction]()
+    for held in sorted(families):
+        known, hidden = list(jobs), held
+        if len(families) > 1:
+            known = [job for job in jobs if family(job) != held]
+        else:
+            hidden = ""
+        rates = make_rates(known, hidden)
         for job in jobs:
             if family(job) == held:
-                predicted[id(job)] = predict(job, found)
-                baseline[id(job)] = _constant_mfu(job, others)
-    return [predicted[id(job)] for job in jobs], [baseline[id(job)] for job in jobs]
+                found[id(job)] = Prediction(job, predict(job, rates), _constant_mfu(job, known))
+    return [found[id(job)] for job in jobs]
 
 
 def _constant_mfu(job: Rebuilt, others: Sequence[Rebuilt]) -> float:
@@ -174,58 +211,53 @@ def _constant_mfu(job: Rebuilt, others: Sequence[Rebuilt]) -> float:
     return statistics.median(flops) / job.flops_per_token
 
 
-def spread(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> float:
+def spread(rows: Sequence[Prediction]) -> float:
     """Return the half of a range that nine of ten steps of another family are in.
 
     Steps are as long as predicted, multiplied or divided by at most 1 + the result.
     """
-    wrong = sorted(map(_factor, jobs, predicted))
-    families = len({family(job) for job in jobs})
+    wrong = sorted(row.off_by for row in rows)
+    families = len({row.family for row in rows})
     if families == 1:
         return max(_ONE_FAMILY, 1.5 * wrong[-1])
     if families < _FEW:
         return max(_LEAST_SPREAD, 1.5 * wrong[-1])
     # The rank of a further row among them is at most this one, nine times of ten.
-    rank_of = min(len(wrong), math.ceil(0.9 * (len(wrong) + 1)))
-    return max(_LEAST_SPREAD, wrong[rank_of - 1])
+    last = min(len(wrong), math.ceil(0.9 * (len(wrong) + 1)))
+    return max(_LEAST_SPREAD, wrong[last - 1])
 
 
-def _factor(job: Rebuilt, predicted: float) -> float:
-    """Return by how much a prediction is off, as the larger of both quotients, less 1."""
-    ratio = predicted / job.published
-    return max(ratio, 1 / ratio) - 1
-
-
-def held_share(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> float | None:
+def held_share(rows: Sequence[Prediction]) -> float | None:
     """Return the share of rows in the range that the other families give; None for one family."""
-    pairs = list(zip(jobs, predicted, strict=True))
-    inside = []
-    for held in {family(job) for job in jobs}:
-        others = [pair for pair in pairs if family(pair[0]) != held]
+    inside = 0.0
+    for held, own in _by_family(rows).items():
+        others = [row for row in rows if row.family != held]
         if not others:
             return None
-        limit = spread(*zip(*others, strict=True))
-        inside += [_factor(*pair) <= limit for pair in pairs if family(pair[0]) == held]
-    return statistics.mean(inside)
+        inside += len(own) * share_within(own, spread(others))
+    return inside / len(rows)
 
 
-def error(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> float:
-    """Return the mean absolute relative error."""
-    return statistics.mean(
-        abs(p / job.published - 1) for job, p in zip(jobs, predicted, strict=True)
-    )
+def share_within(rows: Sequence[Prediction], limit: float) -> float:
+    """Return the share of rows in a range."""
+    return statistics.mean(row.off_by <= limit for row in rows)
 
 
-def rank(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> dict[str, float]:
+def _by_family(rows: Iterable[Prediction]) -> dict[str, list[Prediction]]:
+    groups = collections.defaultdict[str, list[Prediction]](list)
+    for row in rows:
+        groups[row.family].append(row)
+    return groups
+
+
+def rank(rows: Iterable[Prediction]) -> dict[str, float]:
     """Return family → Kendall's τ of its rows."""
-    groups = collections.defaultdict(list)
-    for job, p in zip(jobs, predicted, strict=True):
-        groups[family(job)].append((job.published, p))
     found = {}
-    for name, pairs in groups.items():
-        if len(pairs) < _FAMILY:
+    for name, own in _by_family(rows).items():
+        if len(own) < _FAMILY:
             continue
-        tau = float(kendalltau(*zip(*pairs, strict=True)).statistic)
+        published = [row.job.published for row in own]
+        tau = float(kendalltau(published, [row.tokens for row in own]).statistic)
         if not math.isnan(tau):  # of equal predictions there is no order
             found[name] = tau
     return found
@@ -238,20 +270,24 @@ _SLOPES: Mapping[str, Callable[[Rebuilt], float]] = {
 }
 
 
-def slopes(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> list[str]:
+def slopes(rows: Iterable[Prediction]) -> list[str]:
     """Return changes of speed, published and predicted, between rows of one model that differ in little else."""
     lines = []
     for what, key in _SLOPES.items():
-        groups = collections.defaultdict(list)
-        for job, p in zip(jobs, predicted, strict=True):
-            alike = [other(job) for name, other in _SLOPES.items() if name != what]
-            each = job.topology.chips // job.topology.slices
-            groups[family(job), job.row["remat"], each, *alike].append((key(job), job.published, p))
-        for (name, *_), rows in groups.items():
-            (a, before, guess), (b, after, guessed) = min(rows), max(rows)
-            if a != b:
-                change = f"{after / before - 1:+.1%}, predicted {guessed / guess - 1:+.1%}"
-                lines.append(f"{name}, {what} {a} → {b}: {change}")
+        groups = collections.defaultdict[Any, list[Prediction]](list)
+        for row in rows:
+            alike = [other(row.job) for name, other in _SLOPES.items() if name != what]
+            each = row.job.topology.chips // row.job.topology.slices
+            groups[row.family, row.job.row["remat"], each, *alike].append(row)
+        for (name, *_), own in groups.items():
+            ordered = sorted(own, key=lambda row: (key(row.job), row.job.published))
+            first, last = ordered[0], ordered[-1]
+            if key(first.job) == key(last.job):
+                continue
+            published = last.job.published / first.job.published - 1
+            predicted = last.tokens / first.tokens - 1
+            change = f"{published:+.1%}, predicted {predicted:+.1%}"
+            lines.append(f"{name}, {what} {key(first.job)} → {key(last.job)}: {change}")
     return lines
 
 
@@ -263,7 +299,7 @@ class KindResult:
         mape: Mean absolute error; `baseline`: that of a constant MFU.
         spread: Half of the range; None if it is not known.
         held: Share of rows in the range of the other families, or in that of the shipped rates;
-            None for one family.
+            None for one family, or without a range.
         tau: Family → Kendall's τ.
     """
 
@@ -287,7 +323,7 @@ class ChipResult:
     kinds: Mapping[str, KindResult]
     rates: Any
     slopes: Sequence[str]
-    predictions: Sequence[tuple[Rebuilt, float]]
+    predictions: Sequence[Prediction]
 
 
 def backtest(
@@ -298,45 +334,46 @@ def backtest(
     shipped: ClosedRates | None = None,
 ) -> ChipResult:
     """Backtest the rows of one chip; with `shipped`, ranges are those of its kinds of steps."""
-    predicted, baseline = leave_one_out(jobs, predict, make_rates)
+    predictions = leave_one_out(jobs, predict, make_rates)
     kinds = {}
     for kind in dict.fromkeys(job.kind for job in jobs):
-        chosen = [job.kind == kind for job in jobs]
-        of_kind = list(itertools.compress(jobs, chosen))
-        guesses = list(itertools.compress(predicted, chosen))
-        limit: float | None = spread(of_kind, guesses)
-        held = held_share(of_kind, guesses)
+        own = [row for row in predictions if row.job.kind == kind]
+        limit: float | None = spread(own)
+        held = held_share(own)
         if shipped is not None:
             limit = shipped.spread_of(kind)
-            held = _share_within(of_kind, guesses, limit)
+            held = None
+            if limit is not None:
+                held = share_within(own, limit)
         kinds[kind] = KindResult(
-            rows=len(of_kind),
-            families=len({family(job) for job in of_kind}),
-            mape=error(of_kind, guesses),
-            baseline=error(of_kind, list(itertools.compress(baseline, chosen))),
+            rows=len(own),
+            families=len(_by_family(own)),
+            mape=mean_error(own),
+            baseline=mean_baseline_error(own),
             spread=limit,
             held=held,
-            tau=rank(of_kind, guesses),
+            tau=rank(own),
         )
     return ChipResult(
         rows=rows,
         built=len(jobs),
-        mape=error(jobs, predicted),
-        baseline=error(jobs, baseline),
+        mape=mean_error(predictions),
+        baseline=mean_baseline_error(predictions),
         kinds=kinds,
-        rates=make_rates(jobs),
-        slopes=slopes(jobs, predicted),
-        predictions=list(zip(jobs, predicted, strict=True)),
+        rates=make_rates(jobs, ""),
+        slopes=slopes(predictions),
+        predictions=predictions,
     )
 
 
-def _share_within(
-    jobs: Sequence[Rebuilt], predicted: Sequence[float], limit: float | None
-) -> float | None:
-    """Return the share of rows in a range."""
-    if limit is None:
-        return None
-    return statistics.mean(factor <= limit for factor in map(_factor, jobs, predicted))
+def mean_error(rows: Iterable[Prediction]) -> float:
+    """Return the mean absolute relative error."""
+    return statistics.mean(row.error for row in rows)
+
+
+def mean_baseline_error(rows: Iterable[Prediction]) -> float:
+    """Return the mean absolute relative error of a constant MFU."""
+    return statistics.mean(row.baseline_error for row in rows)
 
 
 Results = tuple[dict[str, ChipResult], dict[int, str]]
@@ -349,45 +386,54 @@ def run(
 
     Return kind of chip → result, and number of a row → why it is in none.
     """
-    found = {number: rebuild(row) for number, row in enumerate(rows)}
-    reasons = {number: job for number, job in found.items() if isinstance(job, str)}
-    jobs = {n: job for n, job in found.items() if isinstance(job, Rebuilt)}
-    if compiled is not None:
-        jobs = {n: job for n, job in jobs.items() if n in compiled}
-    programs = {id(found[number]): program for number, program in (compiled or {}).items()}
+    reasons = dict[int, str]()
+    lost = collections.Counter[str]()
+    programs = dict[int, CompiledRow]()
+    jobs = collections.defaultdict[str, list[Rebuilt]](list)
+    for number, row in enumerate(rows):
+        job = rebuild(row)
+        if isinstance(job, str):
+            reasons[number] = job
+            lost[chip_kind(row)] += 1
+        elif compiled is None:
+            jobs[job.chip].append(job)
+        elif number in compiled:
+            jobs[job.chip].append(job)
+            programs[id(job)] = compiled[number]
 
     def predict_compiled(job: Rebuilt, rates: Rates) -> float:
         return programs[id(job)].tokens_per_second(job, rates)
 
     results = {}
-    for chip in dict.fromkeys(job.chip for job in jobs.values()):
-        mine = [job for job in jobs.values() if job.chip == chip]
-        total = len(mine) + sum(chip_kind(rows[number]) == chip for number in reasons)
-        if compiled is None:
-            make_rates = _closed_fit(chip, list(jobs.values()), shipped)
-            rates = CHIPS[chip].closed if shipped else None
-            results[chip] = backtest(mine, total, predict_closed, make_rates, rates)
-            continue
-        others = [job for job in jobs.values() if job.chip != chip]
-        results[chip] = backtest(
-            mine, total, predict_compiled, _compiled_fit(others, predict_compiled)
-        )
+    for chip, mine in jobs.items():
+        total = len(mine) + lost[chip]
+        if compiled is not None:
+            others = [job for kin, own in jobs.items() if kin != chip for job in own]
+            make_rates = _compiled_fit(others, predict_compiled)
+            results[chip] = backtest(mine, total, predict_compiled, make_rates)
+        elif shipped:
+            rates = CHIPS[chip].closed
+            results[chip] = backtest(mine, total, predict_closed, _unfitted(rates), rates)
+        else:
+            make_rates = _closed_fit(chip, jobs.get(_KIN.get(chip, ""), ()))
+            results[chip] = backtest(mine, total, predict_closed, make_rates)
     return results, reasons
 
 
-def _closed_fit(chip: str, jobs: Sequence[Rebuilt], shipped: bool) -> Fit:
-    """Return the fit of closed forms for one chip; all of `jobs` are at hand for its kin."""
-    if shipped:
-        rates = CHIPS[chip].closed
-        return lambda _: rates
+def _unfitted(rates: Any) -> Fit:
+    return lambda jobs, held: rates
+
+
+def _closed_fit(chip: str, kin: Sequence[Rebuilt]) -> Fit:
+    """Return the fit of closed forms for one chip; without dense rows it starts from that of its kin."""
     prior = CLOSED_PRIORS[CHIPS[chip].platform]
 
-    def make_rates(mine: Sequence[Rebuilt]) -> ClosedRates:
+    def make_rates(jobs: Sequence[Rebuilt], held: str) -> ClosedRates:
         start = prior
-        if chip in _KIN and not any(job.kind == "dense" for job in mine):
-            kin = [job for job in jobs if job.chip == _KIN[chip]]
-            start = fit_closed(kin, prior)
-        return fit_closed(mine, start)
+        if all(job.kind != "dense" for job in jobs):
+            known = [job for job in kin if family(job) != held]
+            start = fit_closed(known, prior)
+        return fit_closed(jobs, start)
 
     return make_rates
 
@@ -395,11 +441,10 @@ def _closed_fit(chip: str, jobs: Sequence[Rebuilt], shipped: bool) -> Fit:
 def _compiled_fit(others: Sequence[Rebuilt], predict: Predict) -> Fit:
     """Return the fit of compiled programs for one chip, which is drawn to that of other chips."""
 
-    def make_rates(mine: Sequence[Rebuilt]) -> Any:
-        families = {family(job) for job in mine}
-        kin = [job for job in others if family(job) in families]
-        start = fit(kin, predict, COMPILED_PRIOR, _COMPILED_NAMES)
-        return fit(mine, predict, start, _COMPILED_NAMES)
+    def make_rates(jobs: Sequence[Rebuilt], held: str) -> Any:
+        known = [job for job in others if family(job) != held]
+        start = fit(known, predict, COMPILED_PRIOR, _COMPILED_NAMES)
+        return fit(jobs, predict, start, _COMPILED_NAMES)
 
     return make_rates
 
@@ -407,17 +452,20 @@ def _compiled_fit(others: Sequence[Rebuilt], predict: Predict) -> Fit:
 def memory_lines(jobs: Iterable[Rebuilt]) -> Iterator[str]:
     """Yield the memory of rows that have it: the peak of PyTorch's allocator, and our ledger's estimate."""
     for job in jobs:
-        if published := job.row.get("memory_gib"):
-            what = f"{job.row['model']} on {job.topology}, {job.row['precision']}"
-            try:
-                config = make_config(describe(job))
-                setup = make_setup(config, abstract_mesh(config.mesh))
-            except SpmdError as error:  # such as layers that do not divide over stages
-                reason = " ".join(str(error).split())
-                yield f"memory of {what}: {published} GiB, not estimated: {reason}"
-                continue
-            estimate = estimate_step(setup, job.topology.platform).total / 2**30
-            yield f"memory of {what}: {published} GiB, estimated {estimate:.1f} GiB ({estimate / published - 1:+.1%})"
+        published = job.row.get("memory_gib")
+        if not published:
+            continue
+        what = f"{job.row['model']} on {job.topology}, {job.row['precision']}"
+        try:
+            config = make_config(describe(job))
+            setup = make_setup(config, abstract_mesh(config.mesh))
+        except SpmdError as error:  # such as layers that do not divide over stages
+            reason = " ".join(str(error).split())
+            yield f"memory of {what}: {published} GiB, not estimated: {reason}"
+            continue
+        estimate = estimate_step(setup, job.topology.platform).total / 2**30
+        off = f"{estimate / published - 1:+.1%}"
+        yield f"memory of {what}: {published} GiB, estimated {estimate:.1f} GiB ({off})"
 
 
 def main() -> int:
@@ -490,8 +538,8 @@ def _print(
         for line in result.slopes:
             print(f"{chip}: {line}")
         if verbose:
-            for job, predicted in result.predictions:
-                print(f"{chip}: {_row_text(job, predicted)}")
+            for row in result.predictions:
+                print(f"{chip}: {_row_text(row)}")
         if fitted:
             print(f"{chip}: {_with_spreads(result)}")
     counts = collections.Counter(
@@ -503,22 +551,25 @@ def _print(
         print(f"not rebuilt: {count} of {chip}: {reason}")
 
 
-def _row_text(job: Rebuilt, predicted: float) -> str:
-    row = job.row
+def _row_text(prediction: Prediction) -> str:
+    job, row = prediction.job, prediction.job.row
     mesh = ", ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
     how = f"{row['seq']} tokens, {row['remat'][:20]}, {row['precision'][:12]}"
-    off = f"{predicted / job.published - 1:+.1%}"
-    speeds = f"{job.published:.5g}, predicted {predicted:.5g} ({off})"
+    off = f"{prediction.tokens / job.published - 1:+.1%}"
+    speeds = f"{job.published:.5g}, predicted {prediction.tokens:.5g} ({off})"
     return f"{row['model']} on {job.topology}, {mesh}, {how}: {speeds}"
 
 
 def _line(chip: str, kind: str, found: KindResult) -> str:
     taus = ", ".join(f"{name} {tau:.2f}" for name, tau in found.tau.items())
-    held = "" if found.held is None else f"{found.held:.0%}"
-    spread = "unknown" if found.spread is None else f"{found.spread:.0%}"
+    half, held = "unknown", ""
+    if found.spread is not None:
+        half = f"{found.spread:.0%}"
+    if found.held is not None:
+        held = f"{found.held:.0%}"
     return (
         f"{chip:12}{kind:12}{found.rows:5}{found.families:9}{found.mape:8.1%}"
-        f"{found.baseline:14.1%}{spread:>9}{held:>7}  {taus}"
+        f"{found.baseline:14.1%}{half:>9}{held:>7}  {taus}"
     )
 
 

@@ -48,6 +48,6 @@ def test_shipped_ranges_hold_left_out_rows(results) -> None:
             if limit is None:  # "range not known"
                 assert kind == "4 bits"
                 continue
-            pairs = [(job, tokens) for job, tokens in result.predictions if job.kind == kind]
-            inside = [max(p / job.published, job.published / p) - 1 <= limit for job, p in pairs]
-            assert sum(inside) >= 0.85 * found.rows, (chip, kind)
+            own = [row for row in result.predictions if row.job.kind == kind]
+            assert len(own) == found.rows
+            assert backtest.share_within(own, limit) >= 0.85, (chip, kind)
