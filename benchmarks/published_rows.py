@@ -17,9 +17,8 @@ from typing import Any
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.chips import CHIPS, Hardware
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
-from spmd.observe.metrics import mean_keys
 from spmd.sharding.mesh import AXES, BATCH_AXES, GATHERED_AXES, MeshShape
-from spmd.step_time.closed_form import ATTENTION_BLOCK, Workload
+from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Network, make_network
 
@@ -453,8 +452,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         attention_width=attention.width,
         head_width=attention.width // row["heads"],
         kv_width=attention.kv_width,
-        keys=mean_keys(row["seq"], windows(row)),
-        computed_keys=mean_keys(row["seq"], windows(row), ATTENTION_BLOCK[topology.platform]),
+        windows=windows(row),
         vocab=row["vocab"],
         layer_params=layer_params,
         expert_params=mlps.matrices * d * mlps.routed,

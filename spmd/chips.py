@@ -326,6 +326,13 @@ class Chip:
         return "; ".join(notes)
 
     @property
+    def attention_block(self) -> int:
+        """Tokens of a block of attention's kernel: of queries, of which those of GPUs have 128."""
+        if self.platform == "tpu":
+            return self.splash_blocks.output[0]
+        return 128
+
+    @property
     def words(self) -> str:
         """Words of a JAX device's kind by which its peak is found."""
         return self.family or self.device_kind

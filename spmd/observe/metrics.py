@@ -66,7 +66,7 @@ def mean_keys(sequence: int, windows: Sequence[int] = (), block: int = 0) -> flo
         (64.0, 39.5, 51.5)
     """
     means = []
-    all_before = (sequence + block) / 2
+    all_before = min(sequence, (sequence + block) / 2)
     for window in windows or (0,):
         width = min(window or sequence, sequence)
         # The first `width` queries see fewer keys: half as many on average.

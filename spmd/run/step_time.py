@@ -29,7 +29,6 @@ from spmd.model_interface.model_config import (
     windows_of,
 )
 from spmd.model_interface.remat import Remat, make_remat
-from spmd.observe.metrics import mean_keys
 from spmd.plan.communication import element_bytes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
@@ -37,14 +36,13 @@ from spmd.run.build import (
     TrainSetup,
     build_precision,
     build_schedule,
-    keys_of,
 )
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import CompiledStep, PlannedStep
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AXES, TOKEN_AXES, MeshShape, abstract_mesh, slice_numbers
-from spmd.step_time.closed_form import ATTENTION_BLOCK, Workload, closed_form
+from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, compiled_rates, hardware_of
 from spmd.step_time.network import make_network
 from spmd.step_time.program import read_program_schedule
@@ -210,7 +208,6 @@ def workload(
     if isinstance(config.model, HasHeads):
         head_width = heads // config.model.heads
     sequence = config.data.sequence
-    block = ATTENTION_BLOCK.get(platform, 0)
     shards = math.prod(mesh.sizes[axis] for axis in TOKEN_AXES)
     local_tokens = config.data.batch * sequence / shards / (config.accumulate * parts)
     widths = {
@@ -228,8 +225,7 @@ def workload(
         attention_width=heads,
         kv_width=kv_width,
         head_width=head_width,
-        keys=keys_of(config),
-        computed_keys=mean_keys(sequence, windows_of(config.model), block),
+        windows=windows_of(config.model),
         matmul_params=config.model.matmul_params,
         vocab=config.model.vocab,
         layer_params=sum(model.kernels.values()),

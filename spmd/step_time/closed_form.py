@@ -19,12 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.chips import ClosedRates
-from spmd.observe.metrics import transformer_flops
+from spmd.observe.metrics import mean_keys, transformer_flops
 from spmd.sharding.mesh import GATHERED_AXES
 from spmd.step_time.network import Network
-
-ATTENTION_BLOCK = {"tpu": 1024, "cuda": 128, "rocm": 128}
-"""Platform → tokens of a block of attention's kernel."""
 
 _FORWARD, _BACKWARD = 1.0, 2.5
 """FLOPs of attention, forward and backward, in forward passes: two matmuls, and five."""
@@ -39,9 +36,7 @@ class Workload:
         hidden: Hidden units of an MLP per token.
         attention_width: Width of all query heads; `head_width`: of one, 0 if unknown.
         kv_width: Width of all key heads.
-        keys: Keys per query, on average over positions and layers.
-        computed_keys: Keys per query that a kernel multiplies, as it skips whole blocks alone; 0
-            for `keys`.
+        windows: Attention windows of consecutive layers, repeated; 0 for all tokens before.
         layer_params: Parameters in the matmuls of one token, of all layers.
         expert_params: Those of them that are in experts.
         experts: Experts of a layer.
@@ -79,7 +74,6 @@ class Workload:
     hidden: int
     attention_width: int
     kv_width: int
-    keys: float
     vocab: int
     layer_params: float
     head_params: float
@@ -105,8 +99,8 @@ class Workload:
     matmul_params: float = 0.0
     is_fused: bool = True
     context: str = "ring"
+    windows: tuple[int, ...] = (0,)
     head_width: int = 0
-    computed_keys: float = 0.0
     expert_params: float = 0.0
     experts: int = 0
     recomputes_head: bool = False
@@ -128,6 +122,11 @@ class Workload:
     def gathered_parts(self) -> int:
         """Number of devices that a parameter is gathered from."""
         return math.prod(self.mesh[axis] for axis in self.gathered_axes)
+
+    @property
+    def keys(self) -> float:
+        """Keys per query, on average over positions and layers."""
+        return mean_keys(self.sequence, self.windows)
 
     @property
     def tokens(self) -> float:
@@ -263,7 +262,8 @@ def _attention_seconds(work: Workload, network: Network, rates: ClosedRates) -> 
     """Return the time of attention in one microbatch."""
     units = _FORWARD + _BACKWARD + work.recomputes_attention
     tokens = _device_tokens(work)
-    keys = work.computed_keys or work.keys
+    # A kernel skips whole blocks alone.
+    keys = mean_keys(work.sequence, work.windows, network.topology.chip.attention_block)
     flops = tokens * work.layers * 4 * work.attention_width * keys * units
     peak = network.hardware.peak
     if work.head_width:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from spmd.analysis.topology import parse_topology
-from spmd.chips import ClosedRates, Hardware
+from spmd.chips import KINDS, ClosedRates, Hardware
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, SpmdError
 from spmd.models import gemma, gpt2, llama, mixtral, transformer
@@ -48,7 +48,6 @@ def work(sizes: dict[str, int] | None = None, **fields) -> Workload:
         "hidden": 256,
         "attention_width": 64,
         "kv_width": 32,
-        "keys": 64.0,
     }
     numbers |= {
         "vocab": 512,
@@ -74,7 +73,8 @@ def test_matmuls_attention_and_memory_by_hand() -> None:
     """One device, no recomputation, nothing moved: four parts."""
     parts = spent()
     assert parts["matmuls"] == pytest.approx(TOKENS * 6 * 2.3e5 / 0.5e12)
-    assert parts["attention"] == pytest.approx(TOKENS * 4 * 4 * 64 * 64 * 3.5 / 0.25e12)
+    # one block of 512 covers all 128 tokens: nothing is skipped
+    assert parts["attention"] == pytest.approx(TOKENS * 4 * 4 * 64 * 128 * 3.5 / 0.25e12)
     passes = 4 * (16 * 64 + 4 * 256) * 2 + 8 * 512 * 2
     assert parts["memory-bound work"] == pytest.approx(TOKENS * passes * 0.4 / 1e9)
     assert parts["optimizer"] == pytest.approx(3e5 * 28 / 1e9)
@@ -240,6 +240,71 @@ def test_precision_and_microbatches_as_numbers() -> None:
     piped = workload(built.config, count_model(built), MeshShape(pipe=4, fsdp=16))
     # as many as 64 examples on 16 devices allow
     assert (piped.microbatches, piped.bubble) == (4, 3 / 4)
+
+
+def test_blocks_are_skipped_whole() -> None:
+    """A causal kernel multiplies half a block more than half of the keys; a window, a whole block more."""
+    long = {"sequence": 8192, "batch": 0.5}  # as many tokens
+    causal = spent(**long)["attention"]
+    assert causal == pytest.approx(TOKENS * 4 * 4 * 64 * (4096 + 256) * 3.5 / 0.25e12)
+    local = spent(**long, windows=(1024,))["attention"]
+    seen = 1024 - 1024**2 / (2 * 8192)
+    assert local == pytest.approx(TOKENS * 4 * 4 * 64 * (seen + 512) * 3.5 / 0.25e12)
+    assert spent(**long, windows=(8192,))["attention"] == pytest.approx(causal)
+
+
+def test_narrow_heads_leave_a_part_of_the_matrix_unit_idle() -> None:
+    """Heads of 64 take twice the time where the unit is 128 wide; on GPUs the same."""
+    for topology, ratio in (("v5e:1x1", 2), ("a100:1x1", 1)):
+        machine = dataclasses.replace(
+            network(topology), hardware=dataclasses.replace(ROUND, matrix_unit=128 * (ratio - 1))
+        )
+        wide, narrow = (
+            closed_form(work(head_width=width), machine, RATES)["attention"] for width in (128, 64)
+        )
+        assert narrow == pytest.approx(ratio * wide)
+
+
+def test_experts_by_hand() -> None:
+    """Their matmuls are slower by a rate, and each copy of a token is read or written twelve times."""
+    fields = {"experts": 8, "routed": 2, "hidden": 512}
+    rates = dataclasses.replace(RATES, experts=0.5)
+    parts = closed_form(work(expert_params=1e5, **fields), network(), rates)
+    assert parts["matmuls"] == pytest.approx(TOKENS * 6 * (2.3e5 + 1e5) / 0.5e12)
+    dense = closed_form(work(hidden=512), network(), rates)
+    copies = TOKENS * 4 * 12 * 2 * 64 * 2 / 1e9
+    assert parts["memory-bound work"] - dense["memory-bound work"] == pytest.approx(copies)
+
+
+def test_what_tensor_hides() -> None:
+    """A share of its collectives, by a rate of its own; pipelines have none."""
+    sizes, rates = {"tensor": 4}, dataclasses.replace(RATES, exposed_tensor=0.25)
+    on = network("v5e:2x2", **sizes)
+    whole, hidden = (closed_form(work(sizes), on, each) for each in (RATES, rates))
+    name = "exposed collectives over tensor"
+    assert hidden[name] == pytest.approx(0.25 * whole[name])
+    assert hidden["matmuls"] == whole["matmuls"]
+
+
+def test_kinds_of_steps_have_their_ranges() -> None:
+    """Experts before pipelines before 8 bits; a range that is not known is said, and null in JSON."""
+    piped = {"pipe": 2}
+    narrow = {"quantized": {"float8": 1.0}}
+    assert work().kind == "dense"
+    assert work(**narrow).kind == "8 bits"
+    assert work(piped, **narrow).kind == "pipelines"
+    assert work(piped, **narrow, experts=8).kind == "experts"
+    rates = dataclasses.replace(RATES, spread=0.1, spreads={"8 bits": 0.3})
+    assert [rates.spread_of(kind) for kind in KINDS] == [0.1, 0.3, None, None]
+    found = StepTime(
+        parse_topology("v5e:2x4"), "closed forms", work(experts=8), ROUND, {"matmuls": 1.0}, None
+    )
+    assert found.summary == (
+        "step on v5e:2x4: 1 s, range not known: no steps with experts are published for v5e (closed forms)"
+    )
+    assert found.to_json()["range"] is None
+    known = dataclasses.replace(found, spread=0.25)
+    assert known.range == (0.8, 1.25)
 
 
 def test_windows_as_keys() -> None:
