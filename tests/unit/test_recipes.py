@@ -266,9 +266,11 @@ def test_closed_forms_know_of_faster_products():
         return found.spent["matmuls"]
 
     assert matmuls("fp8", "tpu7x:2x1x1") < 0.7 * matmuls("", "tpu7x:2x1x1")
-    assert matmuls("int8", "v5e:2x2") == pytest.approx(
-        matmuls("", "v5e:2x2") * (1 - share() * 0.5 * 2 / 3), rel=1e-6
-    )
+    # two of three products: they multiply in half of the time, and move 4 bytes instead of 6
+    multiplying = 2 / 3 * (1 - 0.5 / CHIPS["v5e"].closed.eight_bits)
+    moving = 2 / 3 * (1 - 4 / 6)
+    ratio = matmuls("int8", "v5e:2x2") / matmuls("", "v5e:2x2")
+    assert 1 - share() * multiplying < ratio < 1 - share() * moving
     assert matmuls("mxfp8", "v5e:2x2") == matmuls("", "v5e:2x2")
 
 
