@@ -418,7 +418,10 @@ _V4_CLOSED = ClosedRates(
     eight_bits=0.90,
     experts=0.60,
 )
-_V4_COMPILED = Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10)
+# Rates of compiled programs are of few rows. Predictions of further rows of v5e, v5p and v6e were
+# 16.3, 8.8 and 11.3 % off on average: their ranges are as wide as these show. Of v4 one model is
+# compiled.
+_V4_COMPILED = Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.30)
 _A100_CLOSED = ClosedRates(
     matmul=0.953,
     half=468,
@@ -654,7 +657,7 @@ _ENTRIES = (
             eight_bits=0.90,
             experts=0.60,
         ),
-        compiled=Rates(1.036, 1.043, 0.649, 0.825, 0.0646, spread=0.05),
+        compiled=Rates(1.036, 1.043, 0.649, 0.825, 0.0646, spread=0.25),
         flags=(_FUSION, _on_chip(32)),
         # On a whole pod, key and value kernels were gathered by all-reduces of zeros (decision
         # 0036).
@@ -702,7 +705,7 @@ _ENTRIES = (
             experts=0.79,
             spreads={"8 bits": 0.30, "experts": 0.85},
         ),
-        compiled=Rates(1.104, 1.136, 0.635, 0.938, 0.0613, spread=0.14),
+        compiled=Rates(1.104, 1.136, 0.635, 0.938, 0.0613, spread=0.20),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(32)),
         splash_blocks=_LONG_BLOCKS,
     ),
@@ -747,7 +750,7 @@ _ENTRIES = (
             experts=0.96,
             spreads={"experts": 0.30},
         ),
-        compiled=Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.10),
+        compiled=Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.20),
         flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
         splash_blocks=_LONG_BLOCKS,
     ),
