@@ -11,9 +11,9 @@ Each row (`benchmarks/published_throughput.json`, or FILE) is rebuilt by
 
 Rates are fitted for each chip on the rows of all model families but one, and that one is predicted;
 a chip with one family is fitted on it. Dense steps of 16 bits are fitted first, then the rate of
-8-bit products, then that of experts, so that no row changes what others show. A GPU without dense
-rows starts from the rates of an H100. With `--shipped`, the rates of `spmd/chips.py` predict
-instead, and nothing is fitted.
+8-bit products, then that of experts, so that neither changes what dense rows show. A GPU without
+dense rows starts from the rates of an H100, and its rows of 8 bits and pipelines set all rates.
+With `--shipped`, the rates of `spmd/chips.py` predict instead, and nothing is fitted.
 
 The baseline is one constant MFU of each chip and kind of step, the median of the same folds. Of
 each chip and kind are printed: rows, mean absolute error, the baseline's, the range (nine of ten
@@ -85,8 +85,6 @@ _CLOSED_NAMES = (
     "straggling",
 )
 _COMPILED_NAMES = ("matmul", "memory", "attention", "network", "straggling")
-_SHARES = ("exposed", "exposed_tensor")
-"""Rates that are at most about 1."""
 _KIN = {"h200": "h100", "b200": "h100", "b300": "h100", "gb200": "h100", "gb300": "h100"}
 """Chip without dense rows → chip whose rates its fit starts from."""
 _PULL = 0.25

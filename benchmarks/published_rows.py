@@ -471,6 +471,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         is_gated=mlps.matrices == 3,
         recomputes_head="num_vocab_tiling" in row["remat"],
         regathers="SHARD_GRAD_OP" not in _notes(row),
+        gathered_bytes=_gathered_bytes(row),
         reduced_bytes=_reduced_bytes(topology, is_pure),
         state_bytes=_STATE_BYTES[is_pure],
         routed=extra.get("experts_per_token", 0),
@@ -501,6 +502,18 @@ def _offloaded_bytes(width: int, attention: _Attention, remat: Recompute) -> flo
     if kind != "offload":
         return 0.0
     return 2.0 * sum(widths[name] for name in names.split(","))
+
+
+def _gathered_bytes(row: Row) -> int:
+    """Return the bytes of a parameter in a gather.
+
+    Megatron Bridge (`fp8_param_gather`) and torchtitan (`enable_fsdp_float8_all_gather`, not with a
+    scale for each row) gather the operands of their fp8 products.
+    """
+    gathers_codes = row.get("source", "").startswith(("NVIDIA-NeMo", "pytorch/torchtitan"))
+    if gathers_codes and {*_quantized(row)} <= {"float8", "float4"} and _quantized(row):
+        return 1
+    return 2
 
 
 def _reduced_bytes(topology: Topology, is_pure: bool) -> int:
@@ -541,8 +554,6 @@ def _pipeline(row: Row, stages: int, examples: float, parts: int) -> tuple[int, 
         examples: Of one pipeline, in a step.
         parts: Microbatches that follow each other without a pipeline.
     """
-    if stages == 1:
-        return parts, 0.0
     size = row.get("micro_batch") or _said(_MICRO_BATCH, row)
     if not size:
         return parts, (stages - 1) / parts  # nothing is said: as GPipe

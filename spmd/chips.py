@@ -447,7 +447,7 @@ _H100_CLOSED = ClosedRates(
     exposed_tensor=0.944,
     eight_bits=1.28,
     experts=0.52,
-    spreads={"8 bits": 0.35, "pipelines": 0.21, "experts": 1.51},
+    spreads={"8 bits": 0.39, "pipelines": 0.21, "experts": 1.51},
 )
 
 # The range of chips without published steps, whose rates are those of a chip of another family.
@@ -458,51 +458,49 @@ _LIKE_A100 = dataclasses.replace(_A100_CLOSED, spread=_UNKNOWN_SPREAD)
 _LIKE_H100 = dataclasses.replace(
     _H100_CLOSED,
     spread=_UNKNOWN_SPREAD,
-    spreads={"8 bits": 0.35, "pipelines": _UNKNOWN_SPREAD, "experts": 1.51},
+    spreads={"8 bits": 0.39, "pipelines": _UNKNOWN_SPREAD, "experts": 1.51},
 )
-# Of these, steps of 8 bits and steps with experts are published, and no others.
+# Of these, no dense steps of 16 bits are published: they have the range of an unknown chip.
 _B200_CLOSED = ClosedRates(
-    matmul=0.753,
-    half=579,
-    attention=0.259,
-    passes=1.94,
-    exposed=0.778,
+    matmul=0.757,
+    half=578,
+    attention=0.266,
+    passes=1.92,
+    exposed=0.787,
     hop=3.1e-5,
     straggling=0.07,
     spread=_UNKNOWN_SPREAD,
-    exposed_tensor=0.947,
-    eight_bits=1.28,
+    exposed_tensor=0.954,
+    eight_bits=1.29,
     experts=0.47,
-    spreads={"8 bits": 0.30, "pipelines": 0.30, "experts": 1.63},
+    spreads={"8 bits": 0.30, "pipelines": 0.30, "experts": 1.60},
 )
-_B300_CLOSED = dataclasses.replace(
-    _LIKE_H100, experts=0.57, spreads={**_LIKE_H100.spreads, "experts": 0.87}
-)
+_B300_CLOSED = dataclasses.replace(_LIKE_H100, experts=0.59, spreads={"experts": 0.90})
 _GB200_CLOSED = ClosedRates(
-    matmul=0.653,
-    half=603,
-    attention=0.261,
-    passes=1.90,
-    exposed=0.781,
+    matmul=0.654,
+    half=608,
+    attention=0.273,
+    passes=1.88,
+    exposed=0.729,
     hop=3.1e-5,
     straggling=0.07,
     spread=_UNKNOWN_SPREAD,
-    exposed_tensor=0.949,
-    eight_bits=1.10,
+    exposed_tensor=1.036,
+    eight_bits=1.11,
     experts=0.65,
-    spreads={"8 bits": 0.21, "pipelines": 0.21, "experts": 0.59},
+    spreads={"8 bits": 0.21, "pipelines": 0.21, "experts": 0.61},
 )
 _GB300_CLOSED = ClosedRates(
-    matmul=0.707,
-    half=675,
-    attention=0.320,
-    passes=1.81,
-    exposed=0.778,
+    matmul=0.697,
+    half=711,
+    attention=0.351,
+    passes=1.77,
+    exposed=0.665,
     hop=3.1e-5,
     straggling=0.07,
     spread=_UNKNOWN_SPREAD,
-    exposed_tensor=0.775,
-    eight_bits=1.32,
+    exposed_tensor=0.804,
+    eight_bits=1.35,
     experts=0.79,
     spreads={"8 bits": 0.20, "pipelines": 0.34, "experts": 0.55},
 )
@@ -932,7 +930,6 @@ _ENTRIES = (
             products={"float8": 0.5},
         ),
         closed=_B300_CLOSED,
-        rates_of="h100",
         blocks_of_32=True,
     ),
     # NVIDIA, "GB200 NVL72" and "GB300 NVL72" pages: 72 GPUs of 18 hosts on one NVLink switch. Two

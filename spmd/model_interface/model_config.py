@@ -93,6 +93,15 @@ class HasKVWidth(Protocol):
 
 
 @runtime_checkable
+class HasHeadWidth(Protocol):
+    """A config with attention heads of a width that is not `attention_width / heads`."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of a query head in layers with attention; 0 without any."""
+
+
+@runtime_checkable
 class HasWidth(Protocol):
     """A config with a width."""
 

@@ -22,6 +22,7 @@ from spmd.model_interface.attention_config import context_for, split_kernel
 from spmd.model_interface.fused_attention import FUSED
 from spmd.model_interface.model_config import (
     HasHeads,
+    HasHeadWidth,
     HasHiddenWidth,
     HasKVWidth,
     HasWidth,
@@ -204,9 +205,6 @@ def workload(
     kv_width = heads
     if isinstance(config.model, HasKVWidth):
         kv_width = config.model.kv_width
-    head_width = 0
-    if isinstance(config.model, HasHeads):
-        head_width = heads // config.model.heads
     sequence = config.data.sequence
     shards = math.prod(mesh.sizes[axis] for axis in TOKEN_AXES)
     local_tokens = config.data.batch * sequence / shards / (config.accumulate * parts)
@@ -224,7 +222,7 @@ def workload(
         hidden=model.hidden,
         attention_width=heads,
         kv_width=kv_width,
-        head_width=head_width,
+        head_width=_head_width(config.model, heads),
         windows=windows_of(config.model),
         matmul_params=config.model.matmul_params,
         vocab=config.model.vocab,
@@ -257,6 +255,19 @@ def workload(
         context=_context(config, platform),
         gathered_axes=config.rules.gathered_axes,
     )
+
+
+def _head_width(config: Any, width: int) -> int:
+    """Return the width of one query head; 0 if it is not known.
+
+    Args:
+        width: Of all query heads together.
+    """
+    if isinstance(config, HasHeadWidth):
+        return config.head_width
+    if isinstance(config, HasHeads) and config.heads:
+        return width // config.heads
+    return 0
 
 
 def _context(config: TrainConfig, platform: str) -> str:

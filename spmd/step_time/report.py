@@ -53,7 +53,7 @@ class StepTime:
         work: Numbers of a transformer's step; None for another model, without a utilization.
         spent: Activity of a device → seconds; they add up to the step.
         spread: Relative half-width of the range with nine of ten steps, by the backtest of the
-            chip's rows; None if nothing is published of such steps.
+            chip's rows; None if it is not known.
         collectives: Of a compiled program, the longest first.
         roofline: Of closed forms.
         memory: Bytes of a device, as compiled.
@@ -167,6 +167,8 @@ class StepTime:
     @property
     def range_text(self) -> str:
         """Text on the range."""
+        if self.range is None and self.method == "compiled program":
+            return "range not known: rates of compiled programs are of dense steps"
         if self.range is None:
             kind = "such steps"
             if self.work is not None:

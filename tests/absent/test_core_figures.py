@@ -1,7 +1,8 @@
 """Steps compiled for absent TPUs hold, send and compute what they did when they were recorded, by `spmd diff`.
 
 SPMD_UPDATE_GOLDEN=1 records them anew. Both ends of the range of dependencies have records: `make
-test` compares with those of the oldest compiler, `make newest` with those of the newest.
+test` compares with those of the oldest compiler, `make newest` with those of the newest; a compiler
+that came later has wider limits.
 """
 
 import copy
@@ -28,6 +29,8 @@ CORE = {
 """Name → a config and its flags, on `v5e:2x4`."""
 LIMITS = Limits(memory=1, bytes=1, compute=1, exposed=3, time=2, compilation=10_000)
 """The compiler's time is of another machine."""
+WIDE = Limits(memory=20, bytes=20, compute=20, exposed=100, time=20, compilation=10_000)
+"""For a compiler without a record, beside the record of the newest."""
 KEPT = ("mesh", "precision", "compress", "remat", "zero", "xla", "compute", "versions", "topology")
 
 
@@ -65,16 +68,16 @@ def recorded():
 def test_no_total_grew(name):
     """Of memory, bytes, cycles, exposed communication and the predicted step, within 1 to 3 %."""
     records = recorded()
-    own = records.setdefault(installed(), {})
-    is_update = bool(os.environ.get("SPMD_UPDATE_GOLDEN"))
-    if name not in own and not is_update:
-        pytest.skip(f"{name} is not recorded of {installed()}: SPMD_UPDATE_GOLDEN=1")
     found = compile_record(name)
-    if is_update:
-        own[name] = found
+    if os.environ.get("SPMD_UPDATE_GOLDEN"):
+        records.setdefault(installed(), {})[name] = found
         text = json.dumps(records, indent=1, sort_keys=True)
         RECORDED.write_text(f"{text}\n", encoding="utf-8")
-    difference = compare_compiled(own[name], found, LIMITS)
+    before, limits = records.get(installed(), {}).get(name), LIMITS
+    if before is None:
+        newest = max(key for key, record in records.items() if name in record)
+        before, limits = records[newest][name], WIDE
+    difference = compare_compiled(before, found, limits)
     assert not difference.is_exceeded, str(difference)
 
 
@@ -92,7 +95,7 @@ def test_control_a_larger_program_is_above_its_limits():
     assert len(above) == 5
 
 
-def test_the_oldest_compiler_is_recorded():
+def test_the_compiler_of_make_test_is_recorded():
     """Another one has other programs: record them anew, and read what changed."""
     of_this = recorded()[installed()]
     assert of_this.keys() == CORE.keys()

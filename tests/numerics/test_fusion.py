@@ -1,7 +1,10 @@
 """The barrier of a gradient is in the backward pass alone."""
 
+import types
+
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from spmd.layers.fusion import unfused_gradient
@@ -11,8 +14,21 @@ from spmd.models.decoder.sizes import Sizes
 BARRIER = "optimization_barrier"
 
 
+@pytest.fixture(autouse=True)
+def on_tpu(monkeypatch):
+    name = "spmd.layers.fusion.attention_config"
+    monkeypatch.setattr(name, lambda: types.SimpleNamespace(platform="tpu"))
+
+
 def lowered(function, *arguments):
     return jax.jit(function).lower(*arguments).as_text()
+
+
+def test_other_platforms_have_none(monkeypatch):
+    """The control: outside of a plan for TPUs nothing changes."""
+    monkeypatch.undo()
+    gradient = jax.grad(lambda x: (unfused_gradient(x) ** 3).sum())
+    assert BARRIER not in lowered(gradient, jnp.arange(4.0))
 
 
 def test_only_the_gradient_has_a_barrier():

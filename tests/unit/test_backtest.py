@@ -351,7 +351,7 @@ def test_the_range_grows_where_few_families_show_it() -> None:
     assert spread(rows[:4]) == 0.05  # published tables are not more exact
 
 
-BARS = {"dense": 0.06, "8 bits": 0.15, "pipelines": 0.06, "experts": 0.35}
+BARS = {"dense": 0.06, "8 bits": 0.16, "pipelines": 0.06, "experts": 0.35}
 """Kind → largest mean error with the shipped rates on any chip."""
 
 

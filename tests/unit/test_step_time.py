@@ -12,7 +12,7 @@ from spmd.analysis.topology import parse_topology
 from spmd.chips import KINDS, ClosedRates, Hardware
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, SpmdError
-from spmd.models import gemma, gpt2, llama, mixtral, transformer
+from spmd.models import gemma, gpt2, lfm, llama, mixtral, transformer
 from spmd.models.decoder import decoder_rules
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -274,6 +274,15 @@ def test_experts_by_hand() -> None:
     dense = closed_form(work(hidden=512), network(), rates)
     copies = TOKENS * 4 * 12 * 2 * 64 * 2 / 1e9
     assert parts["memory-bound work"] - dense["memory-bound work"] == pytest.approx(copies)
+    # Over expert=2, a device has half of the tokens and 4 experts, with a quarter of all copies each.
+    sizes, half = {"expert": 2}, 64.0
+    on, rates = network("v5e:1x2", **sizes), dataclasses.replace(rates, half=half)
+    split = closed_form(work(sizes, expert_params=1e5, **fields), on, rates)["matmuls"]
+    tokens = TOKENS / 2
+    narrow = half * (1 / 64 + 1 / 512 + 1 / tokens)
+    own = half * (1 / 64 + 1 / 256 + 1 / (TOKENS * 2 / 8))
+    flops = 1.3e5 * (1 + narrow) + 1e5 * (1 + own) / 0.5
+    assert split == pytest.approx(tokens * 6 * flops / 0.5e12)
 
 
 def test_what_tensor_hides() -> None:
@@ -305,6 +314,14 @@ def test_kinds_of_steps_have_their_ranges() -> None:
     assert found.to_json()["range"] is None
     known = dataclasses.replace(found, spread=0.25)
     assert known.range == (0.8, 1.25)
+
+
+def test_the_width_of_heads_is_that_of_layers_with_attention() -> None:
+    """Not of the mean over all layers, most of which have a state-space mixer or a convolution."""
+    built = setup("llama3-8b")
+    for model, width in ((lfm.PRESETS["lfm2-1.2b"], 64), (llama.PRESETS["llama3-8b"], 128)):
+        config = dataclasses.replace(built.config, model=model, rules=decoder_rules(model))
+        assert workload(config, count_model(built), MeshShape(fsdp=64)).head_width == width
 
 
 def test_windows_as_keys() -> None:
