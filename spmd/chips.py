@@ -327,7 +327,7 @@ class Chip:
 
     @property
     def attention_block(self) -> int:
-        """Tokens of a block of attention's kernel: of queries, of which those of GPUs have 128."""
+        """Queries in a block of attention's kernel; 128 on GPUs."""
         if self.platform == "tpu":
             return self.splash_blocks.output[0]
         return 128

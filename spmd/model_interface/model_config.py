@@ -94,7 +94,7 @@ class HasKVWidth(Protocol):
 
 @runtime_checkable
 class HasHeadWidth(Protocol):
-    """A config with attention heads of a width that is not `attention_width / heads`."""
+    """A config with a width of query heads, also beside layers without attention."""
 
     @property
     def head_width(self) -> int:
