@@ -251,12 +251,11 @@ class _Reader:
         for operand in instruction.operands:
             inputs += instructions[operand].arrays[:1]
         size = sum(array.bytes for array in (*inputs, *instruction.arrays))
-        found = re.search(
-            r"splash_mha_(fwd|dq|dkv)", f"{instruction.attributes} {instruction.name}"
-        )
+        text = f"{instruction.attributes} {instruction.name}"
+        found = re.search(r"splash_mha_(fwd|dq|dkv)", text)
         if found is None:
             return ScheduledOp(instruction.name, "kernel", bytes=size)
-        flops, width = _attention(inputs, _PASSES[found[1]])
+        flops, width = _attention(inputs, _PASSES[found[1]], _block_sizes(text, found[1]))
         return ScheduledOp(instruction.name, "attention", flops=flops, width=width, bytes=size)
 
     def _start(self, name: str, done: Instruction) -> Instruction:
@@ -336,13 +335,32 @@ def _product_flops(computation: Computation, product: Instruction) -> float:
     return 2 * math.sqrt(elements)
 
 
-def _attention(inputs: list[HloArray], matmuls: int) -> tuple[float, int]:
+def _block_sizes(text: str, kernel: str) -> tuple[int, int] | None:
+    """Return the queries and keys of a block, as the kernel's metadata say; None without any."""
+    suffix = f"_{kernel}"
+    if kernel == "fwd":
+        suffix = ""
+    sizes = []
+    for what in ("q", "kv"):
+        found = re.search(rf"block_{what}{suffix}\W+(\d+)", text)
+        if found is None:
+            return None
+        sizes.append(int(found[1]))
+    queries, keys = sizes
+    return queries, keys
+
+
+def _attention(
+    inputs: list[HloArray], matmuls: int, sizes: tuple[int, int] | None
+) -> tuple[float, int]:
     """Return FLOPs and head width of a kernel of causal attention, from its operands.
 
     The operands are a table of blocks, queries and keys. The table is `[heads, query blocks, key
     blocks]`. With sliding windows it lists only the key blocks inside the window of each query
-    block, or, in the kernel of the gradients of keys, the query blocks of each key block. Query and
-    key blocks are equally long.
+    block, or, in the kernel of the gradients of keys, the query blocks of each key block.
+
+    Args:
+        sizes: Queries and keys of a block; if not known, they are equally long.
     """
     wide = []
     blocks = None
@@ -354,8 +372,18 @@ def _attention(inputs: list[HloArray], matmuls: int) -> tuple[float, int]:
     query_blocks, key_blocks = blocks or (1, 1)
     *batch, queries, width = wide[0].dims
     keys = wide[1].dims[-2]
-    met, of = sorted((query_blocks * keys, key_blocks * queries))
-    share = met / of
-    if met == of:  # no windows: a causal mask
-        share = (query_blocks + 1) / (2 * query_blocks)
+    if sizes is None:
+        size = min(queries // query_blocks, keys // key_blocks)
+        sizes = size, size
+    share = (query_blocks * sizes[0] / queries) * (key_blocks * sizes[1] / keys)
+    if share == 1:  # no windows: a causal mask
+        share = _causal_share(query_blocks, key_blocks, sizes)
     return matmuls * 2 * math.prod(batch) * queries * keys * width * share, width
+
+
+def _causal_share(query_blocks: int, key_blocks: int, sizes: tuple[int, int]) -> float:
+    """Return the share of blocks that a causal mask leaves."""
+    met = 0
+    for number in range(1, query_blocks + 1):
+        met += math.ceil(number * sizes[0] / sizes[1])
+    return met / (query_blocks * key_blocks)

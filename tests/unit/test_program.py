@@ -366,6 +366,35 @@ def test_kernels_of_windows_compute_the_blocks_of_their_table(
     assert attention.flops == matmuls * 2 * 3 * 512 * 512 * 64 * share
 
 
+@pytest.mark.parametrize(
+    ("kernel", "table", "matmuls", "share"),
+    [
+        ("fwd_residuals", "1,2,8", 2, (4 + 8) / 16),
+        ("dq_no_residuals", "1,4,8", 3, (2 + 4 + 6 + 8) / 32),
+        ("dkv_no_residuals", "1,4,8", 4, (2 + 4 + 6 + 8) / 32),
+        ("fwd_residuals", "1,2,5", 2, 5 / 8),
+        ("dkv_no_residuals", "1,1,8", 4, 1 / 4),
+    ],
+)
+def test_blocks_of_kernels_need_not_be_square(kernel, table, matmuls, share) -> None:
+    """The kernel's metadata say how long they are: causal ones, windows, and the queries of a block of keys."""
+    forward = r"\"block_q\": 256, \"block_kv\": 64, \"block_kv_compute\": 32"
+    backward = (
+        r"\"block_q_dkv\": 128, \"block_kv_dkv\": 64, \"block_q_dq\": 128, \"block_kv_dq\": 64"
+    )
+    metadata = f'frontend_attributes={{kernel_metadata={{"{forward}, {backward}"}}}}'
+    call = 'bf16[3,512,64] custom-call(t, q, k), custom_call_target="tpu_custom_call"'
+    lines = (
+        f"t = s8[{table}] constant({{...}})",
+        "q = bf16[3,512,64]{2,1,0} constant({...})",
+        "k = bf16[3,512,64]{2,1,0} constant({...})",
+        f"splash_mha_{kernel}.1 = {call}, {metadata}",
+    )
+    (attention,) = schedule(*lines)
+    assert isinstance(attention, ScheduledOp)
+    assert attention.flops == matmuls * 2 * 3 * 512 * 512 * 64 * share
+
+
 def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:
     """A file for trace viewers: what a lane does starts when its last event has ended, and so does the device's."""
     file = tmp_path / "step.json"
