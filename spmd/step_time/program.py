@@ -377,12 +377,17 @@ def _attention(
         sizes = size, size
     share = (query_blocks * sizes[0] / queries) * (key_blocks * sizes[1] / keys)
     if share == 1:  # no windows: a causal mask
-        share = _causal_share(query_blocks, key_blocks, sizes)
+        share = _causal_share(keys, sizes)
     return matmuls * 2 * math.prod(batch) * queries * keys * width * share, width
 
 
-def _causal_share(query_blocks: int, key_blocks: int, sizes: tuple[int, int]) -> float:
-    """Return the share of blocks that a causal mask leaves."""
+def _causal_share(keys: int, sizes: tuple[int, int]) -> float:
+    """Return the share of blocks that a causal mask leaves.
+
+    A device with a part of the queries has the mean over all of them: their order is balanced
+    (`spmd.layers.zigzag`).
+    """
+    query_blocks, key_blocks = keys // sizes[0], keys // sizes[1]
     met = 0
     for number in range(1, query_blocks + 1):
         met += math.ceil(number * sizes[0] / sizes[1])

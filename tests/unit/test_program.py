@@ -395,6 +395,19 @@ def test_blocks_of_kernels_need_not_be_square(kernel, table, matmuls, share) -> 
     assert attention.flops == matmuls * 2 * 3 * 512 * 512 * 64 * share
 
 
+def test_a_part_of_the_queries_meets_half_of_the_keys() -> None:
+    """As many as the mean of all queries, wherever the part is: 8 of 8 blocks meet 4.5."""
+    lines = (
+        "t = s8[1,2,8] constant({...})",
+        "q = bf16[3,128,64]{2,1,0} constant({...})",
+        "k = bf16[3,512,64]{2,1,0} constant({...})",
+        'splash_mha_fwd.1 = bf16[3,128,64] custom-call(t, q, k), custom_call_target="tpu_custom_call"',
+    )
+    (attention,) = schedule(*lines)
+    assert isinstance(attention, ScheduledOp)
+    assert attention.flops == 2 * 2 * 3 * 128 * 512 * 64 * 4.5 / 8
+
+
 def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:
     """A file for trace viewers: what a lane does starts when its last event has ended, and so does the device's."""
     file = tmp_path / "step.json"
