@@ -469,7 +469,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         recomputed=_recomputed(kernels, topology, remat),
         recomputes_attention=remat.attention,
         is_gated=mlps.matrices == 3,
-        recomputes_head="num_vocab_tiling" in row["remat"],
+        kept_logits=_kept_logits(row),
         regathers="SHARD_GRAD_OP" not in _notes(row),
         gathered_bytes=_gathered_bytes(row),
         reduced_bytes=_reduced_bytes(topology, is_pure),
@@ -502,6 +502,13 @@ def _offloaded_bytes(width: int, attention: _Attention, remat: Recompute) -> flo
     if kind != "offload":
         return 0.0
     return 2.0 * sum(widths[name] for name in names.split(","))
+
+
+def _kept_logits(row: Row) -> float:
+    """Return the most tokens of a device whose logits are not computed again: all, or none."""
+    if "num_vocab_tiling" in row["remat"]:
+        return 0.0
+    return math.inf
 
 
 def _gathered_bytes(row: Row) -> int:

@@ -418,9 +418,9 @@ _V4_CLOSED = ClosedRates(
     eight_bits=0.90,
     experts=0.60,
 )
-# Rates of compiled programs are of few rows. Predictions of further rows of v5e, v5p and v6e were
-# 16.3, 8.8 and 11.3 % off on average: their ranges are as wide as these show. Of v4 one model is
-# compiled.
+# Rates of compiled programs are of few rows. A reader outside of the project found predictions of
+# further rows of v5e, v5p and v6e 16.3, 8.8 and 11.3 % off on average: ranges are as wide as these
+# show. Of v4 one model is compiled.
 _V4_COMPILED = Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.30)
 _A100_CLOSED = ClosedRates(
     matmul=0.953,

@@ -42,7 +42,7 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import CompiledStep, PlannedStep
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
-from spmd.sharding.mesh import AXES, TOKEN_AXES, MeshShape, abstract_mesh, slice_numbers
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, compiled_rates, hardware_of
 from spmd.step_time.network import make_network
@@ -110,8 +110,10 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         raise ConfigError("The time of a step cannot be predicted:", [problem])
     router = router_of(model)
     routed = 0
+    experts = 0
     if isinstance(router, RouterConfig):
         routed = router.top_k
+        experts = router.experts
     counted = _count_kernels(plan, router, routed)
     kernels = counted.kernels
     if not kernels:  # layers that are no stack, or weights of other names
@@ -125,7 +127,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         kernels=kernels,
         quantized={dtype: size / layers for dtype, size in counted.in_dtype.items()},
         expert_params=counted.in_experts,
-        experts=router.experts if routed else 0,
+        experts=experts,
         head_params=head,
         params=params,
         state_bytes=state / params,
@@ -205,9 +207,6 @@ def workload(
     kv_width = heads
     if isinstance(config.model, HasKVWidth):
         kv_width = config.model.kv_width
-    sequence = config.data.sequence
-    shards = math.prod(mesh.sizes[axis] for axis in TOKEN_AXES)
-    local_tokens = config.data.batch * sequence / shards / (config.accumulate * parts)
     widths = {
         "residual": model.width,
         "layer_input": model.width,
@@ -231,7 +230,7 @@ def workload(
         experts=model.experts,
         head_params=model.head_params,
         params=model.params,
-        sequence=sequence,
+        sequence=config.data.sequence,
         batch=config.data.batch,
         mesh={axis: mesh.sizes[axis] for axis in AXES},
         microbatches=config.accumulate * parts,
@@ -239,7 +238,7 @@ def workload(
         recomputed=_recomputed_share(remat, model) / remat.every,
         recomputes_attention=remat.kind != "none" and _CORE not in remat.names,
         # Gradients of logits are kept if they take no more memory than a chunk's float32 logits.
-        recomputes_head=local_tokens * element_bytes(precision.compute) > 4 * config.logits_chunk,
+        kept_logits=4 * config.logits_chunk / element_bytes(precision.compute),
         is_gated="gate" in model.kernels,
         zero=config.zero,
         regathers=remat.kind != "none",

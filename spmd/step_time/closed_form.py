@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from spmd.chips import ClosedRates
 from spmd.observe.metrics import mean_keys, transformer_flops
-from spmd.sharding.mesh import GATHERED_AXES
+from spmd.sharding.mesh import GATHERED_AXES, TOKEN_AXES
 from spmd.step_time.network import Network
 
 _FORWARD, _BACKWARD = 1.0, 2.5
@@ -49,7 +49,8 @@ class Workload:
         quantized: Dtype, `int8` or `float8` → share of the layers' products in it.
         recomputed: Share of the layers' forward matmuls that the backward pass repeats.
         recomputes_attention: Whether the backward pass repeats attention.
-        recomputes_head: Whether the backward pass repeats the logits.
+        kept_logits: Most tokens of a device in a microbatch whose logits the backward pass does not
+            repeat.
         is_gated: Whether MLPs multiply their hidden units by those of a second matrix.
         zero: ZeRO stage.
         regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
@@ -103,7 +104,7 @@ class Workload:
     head_width: int = 0
     expert_params: float = 0.0
     experts: int = 0
-    recomputes_head: bool = False
+    kept_logits: float = math.inf
     is_gated: bool = False
     gathered_axes: tuple[str, ...] = GATHERED_AXES
 
@@ -132,6 +133,17 @@ class Workload:
     def tokens(self) -> float:
         """Tokens of one step."""
         return self.batch * self.sequence
+
+    @property
+    def device_tokens(self) -> float:
+        """Tokens of one device in one microbatch."""
+        shards = math.prod(self.mesh[axis] for axis in TOKEN_AXES)
+        return self.tokens / shards / self.microbatches
+
+    @property
+    def recomputes_head(self) -> bool:
+        """Whether the backward pass repeats the logits."""
+        return self.device_tokens > self.kept_logits
 
     @property
     def model_flops(self) -> float:
@@ -206,12 +218,6 @@ def _exposed_share(axes: tuple[str, ...], work: Workload, rates: ClosedRates) ->
     return 1.0
 
 
-def _device_tokens(work: Workload) -> float:
-    """Return the tokens of one device in one microbatch."""
-    shards = math.prod(work.mesh[axis] for axis in ("data", "fsdp", "expert", "sequence"))
-    return work.tokens / shards / work.microbatches
-
-
 def _layer_shards(work: Workload) -> int:
     """Return the number of devices at work on one token: tensor × pipe."""
     return work.mesh["tensor"] * work.mesh["pipe"]
@@ -219,7 +225,7 @@ def _layer_shards(work: Workload) -> int:
 
 def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of matmuls in one microbatch."""
-    tokens = _device_tokens(work)
+    tokens = work.device_tokens
     passes = 6 + 2 * work.recomputed
     dense = passes * (work.layer_params - work.expert_params)
     head = (6 + 2 * work.recomputes_head) * work.head_params
@@ -235,7 +241,7 @@ def _expert_flops(work: Workload, network: Network, rates: ClosedRates) -> float
     """Return the FLOPs of a token in experts, as FLOPs of equally long wide dense matmuls."""
     flops = (6 + 2 * work.recomputed) * work.expert_params
     # A device with a part of the experts has the tokens of all devices that share them.
-    rows = _device_tokens(work) * work.mesh["expert"] * work.routed / work.experts
+    rows = work.device_tokens * work.mesh["expert"] * work.routed / work.experts
     hidden = work.hidden / work.routed
     narrow = rates.half * (1 / work.width + work.mesh["tensor"] / hidden + 1 / rows)
     return flops * _relative_time(work, network, rates, narrow) / rates.experts
@@ -261,7 +267,7 @@ def _relative_time(work: Workload, network: Network, rates: ClosedRates, narrow:
 def _attention_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of attention in one microbatch."""
     units = _FORWARD + _BACKWARD + work.recomputes_attention
-    tokens = _device_tokens(work)
+    tokens = work.device_tokens
     # A kernel skips whole blocks alone.
     keys = mean_keys(work.sequence, work.windows, network.topology.chip.attention_block)
     flops = tokens * work.layers * 4 * work.attention_width * keys * units
@@ -278,8 +284,8 @@ def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> flo
     # Elements have 2 bytes.
     passes = work.layers * passes_of_layer * again * 2 + _LOGITS * work.vocab * 2
     left = FUSED if work.is_fused else 1
-    moved = _device_tokens(work) * passes / _layer_shards(work) * rates.passes * left
-    moved += _device_tokens(work) * _unfused_passes(work) * 2 / _layer_shards(work)
+    moved = work.device_tokens * passes / _layer_shards(work) * rates.passes * left
+    moved += work.device_tokens * _unfused_passes(work) * 2 / _layer_shards(work)
     return moved / network.hardware.memory_bandwidth
 
 
@@ -294,7 +300,7 @@ def _unfused_passes(work: Workload) -> float:
 
 def _offload_seconds(work: Workload, network: Network) -> float:
     """Return the time of activations and parameters copied from or to the host in one microbatch."""
-    sent = _device_tokens(work) * work.layers * work.offloaded / _layer_shards(work)
+    sent = work.device_tokens * work.layers * work.offloaded / _layer_shards(work)
     if work.offloads_params:
         uses = 1 + work.regathers
         sent += uses * _own_params(work) * _PARAM_BYTES
@@ -395,7 +401,7 @@ def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     tensor = mesh["tensor"]
     layers = work.layers / mesh["pipe"]
     again = work.recomputed > 0
-    tokens = _device_tokens(work)
+    tokens = work.device_tokens
     stream = tokens * work.width * 2
     yield _Transfer(("tensor",), "all-gather", stream, layers * (4 + again))
     yield _Transfer(("tensor",), "reduce-scatter", stream, layers * (4 + again))

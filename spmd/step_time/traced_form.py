@@ -181,7 +181,9 @@ def traced_form(work: TracedWork, network: Network, rates: ClosedRates) -> dict[
     parts["host transfers"] = work.on_host / hardware.host
     for axes, seconds in _collective_seconds(work, network).items():
         share = rates.exposed
-        if not set(axes) <= set(TOKEN_AXES):  # the next matmul waits for a partial sum
+        if axes == ("tensor",):
+            share = rates.exposed_tensor
+        elif not set(axes) <= set(TOKEN_AXES):  # the next matmul waits for a partial sum
             share = 1.0
         parts[f"exposed collectives over {'+'.join(axes)}"] = seconds * share
     return parts
