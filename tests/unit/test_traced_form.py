@@ -101,6 +101,20 @@ def test_a_step_is_within_its_bounds():
     assert sum(traced_form(work, network, hidden).values()) < seconds
 
 
+def test_collectives_over_tensor_have_a_rate_of_their_own():
+    """As in closed forms; without it the step waits for all of them."""
+    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    step, batch = planned(mlp, SHAPES, sizes, SPECS)
+    topology = parse_topology("v5e:2x4")
+    network = make_network(topology, MeshShape(**sizes), {"data": 1}, topology.chip.speeds)
+    work = count_work(step, batch, "tpu")
+    name = "exposed collectives over tensor"
+    whole = traced_form(work, network, ClosedRates(exposed_tensor=1.0))
+    part = traced_form(work, network, ClosedRates(exposed_tensor=0.25))
+    assert part[name] == pytest.approx(0.25 * whole[name])
+    assert {**part, name: whole[name]} == whole
+
+
 MEASURED = Path("benchmarks/results/2026-11-26-h100-steps.jsonl")
 """Steps on one NVIDIA H100 80GB HBM3, JAX 0.11.2."""
 
