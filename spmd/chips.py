@@ -229,11 +229,16 @@ class SplashBlocks:
     key_gradient: tuple[int, int] = (512, 512)
     keys_at_once: int = 512
     """Keys that are multiplied at once."""
+    all_gradients: tuple[int, int] | None = None
+    """Of the one kernel of all gradients, which `spmd.layers.splash_attention` takes for the other
+    two where it can; None if it never does."""
 
 
 # For a v6e, blocks of MaxText's configurations of Llama (configs/tpu/v6e/llama2_7b_4096.sh of
 # version 0.2.5); for a v5p, which has as much on-chip memory, the same.
-_LONG_BLOCKS = SplashBlocks((1024, 512), (2048, 512), (2048, 512))
+_LONG_BLOCKS = SplashBlocks(
+    (1024, 512), (2048, 512), (2048, 512), all_gradients=(2048, 2048)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -662,6 +667,7 @@ _ENTRIES = (
         small_gathers=SmallGathers(devices=64, size=32 * 2**20),
         # XLA's words for larger slices: "limited ICI routing".
         ragged_devices=16,
+        splash_blocks=SplashBlocks(all_gradients=(1024, 1024)),
     ),
     Chip(
         kind="v5p",

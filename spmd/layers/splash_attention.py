@@ -7,6 +7,8 @@ positions of the queries, of which a block has consecutive ones.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jaxtyping import Array, Float, Int
 
 from spmd.chips import SplashBlocks
+from spmd.layers.added_copies import with_added_copies
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.upcast import upcast_float16
 from spmd.layers.zigzag import zigzag
@@ -27,6 +30,10 @@ from spmd.layers.zigzag import zigzag
 _BLOCKS = SplashBlocks()
 _LEAST_OF_WINDOW = 512
 """Queries or keys in a block of attention in a short window, if they divide."""
+_MOST_COPIES = 8
+"""Gradients of all heads' queries, each for one block of keys, that are in memory at once."""
+_WIDTH = 128
+"""Of heads for which a chip's blocks of all gradients are meant; wider ones have shorter blocks."""
 _Block = tuple[int, int]
 """Queries and keys of a block."""
 _Table = np.ndarray
@@ -107,17 +114,46 @@ def splash_attention(
     dtype = query.dtype
     query, key, value = upcast_float16(query, key, value)
     scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
-    kernel = _kernel(key.shape[1], queries, device, blocks, options, residuals, interpret)
+    seq, kv_heads = key.shape[1:3]
+    of_kernels = kernel_blocks(blocks, seq, kv_heads, dim, queries, options.window)
+    kernel = _kernel(seq, queries, device, blocks, of_kernels, options, residuals, interpret)
     documents = None
     if segments is not None:
         documents = splash.SegmentIds(segments, segments if key_segments is None else key_segments)
-    arguments: list[Any] = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
-    arguments.append(documents)
+    by_head: list[Any] = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
     if sinks is not None:
         rows = jnp.broadcast_to(sinks, (batch, heads))
-        arguments.append(_with_float32_gradient(rows))
-    out = jax.vmap(kernel)(*arguments)
+        by_head.append(_with_float32_gradient(rows))
+
+    def run(by_head: list[Any]) -> Array:
+        if of_kernels.query_gradient is None:
+            return with_added_copies(_of_batch, (kernel, documents), *by_head)
+        return _of_batch((kernel, documents), *by_head)
+
+    out = _in_groups(run, by_head, of_kernels.groups)
     return jnp.moveaxis(out, 2, 1).astype(dtype)
+
+
+def _of_batch(
+    fixed: tuple[Any, Any], query: Array, key: Array, value: Array, *sinks: Array
+) -> Array:
+    """Apply a kernel to each sequence of a batch, with its documents or None."""
+    kernel, documents = fixed
+    return jax.vmap(kernel)(query, key, value, documents, *sinks)
+
+
+def _in_groups(run: Callable[[list[Any]], Array], by_head: list[Any], groups: int) -> Array:
+    """Run a function of arrays `[batch, heads, …]` for groups of their heads, one after another."""
+    if groups == 1:
+        return run(by_head)
+    parts = []
+    for x in by_head:
+        batch, heads, *rest = x.shape
+        part = x.reshape(batch, groups, heads // groups, *rest)
+        parts.append(jnp.moveaxis(part, 1, 0))
+    out = jnp.moveaxis(jax.lax.map(run, parts), 0, 1)
+    batch, _, _, *rest = out.shape
+    return out.reshape(batch, -1, *rest)
 
 
 def _kernel(
@@ -125,31 +161,19 @@ def _kernel(
     queries: Queries,
     device: Array | int,
     blocks: SplashBlocks,
+    of_kernels: "KernelBlocks",
     options: AttentionOptions,
     residuals: str | None,
     interpret: bool,
 ) -> Any:
     """Return the kernel for one device's queries of one sequence."""
-    output = _dividing(blocks.output, seq, queries, options.window)
-    query_gradient = _dividing(blocks.query_gradient, seq, queries, options.window)
-    key_gradient = _dividing(blocks.key_gradient, seq, queries, options.window)
-    sizes = splash.BlockSizes(
-        block_q=output[0],
-        block_kv=output[1],
-        block_kv_compute=min(output[1], blocks.keys_at_once),
-        block_q_dq=query_gradient[0],
-        block_kv_dq=query_gradient[1],
-        block_q_dkv=key_gradient[0],
-        block_kv_dkv=key_gradient[1],
-        block_kv_dkv_compute=min(key_gradient[1], blocks.keys_at_once),
-    )
     mask_function = None
     if options.causal:
         mask_function = _Mask(options.window)
-    infos = _unmasked(seq, queries, options, (output, query_gradient, key_gradient))
+    tables = _unmasked(seq, queries, options, of_kernels)
     return splash_attention_kernel.SplashAttentionKernel(
-        *(info.mask_info(device) for info in infos),
-        block_sizes=sizes,
+        *(table and table.mask_info(device) for table in tables),
+        block_sizes=of_kernels.sizes(blocks.keys_at_once),
         is_mqa=False,
         save_residuals=False,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
@@ -158,6 +182,73 @@ def _kernel(
         mask_function=mask_function,
         interpret=interpret,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelBlocks:
+    """Queries and keys in a block of each kernel.
+
+    Attributes:
+        query_gradient: None if the kernel of the gradients of keys and values computes those of
+            queries too.
+        groups: Groups of heads that run one after another.
+    """
+
+    output: _Block
+    query_gradient: _Block | None
+    key_gradient: _Block
+    groups: int = 1
+
+    def sizes(self, keys_at_once: int) -> splash.BlockSizes:
+        """Return the blocks in JAX's form."""
+        of_queries: tuple[int | None, int | None] = (None, None)
+        if self.query_gradient is not None:
+            of_queries = self.query_gradient
+        return splash.BlockSizes(
+            block_q=self.output[0],
+            block_kv=self.output[1],
+            block_kv_compute=min(self.output[1], keys_at_once),
+            block_q_dq=of_queries[0],
+            block_kv_dq=of_queries[1],
+            block_q_dkv=self.key_gradient[0],
+            block_kv_dkv=self.key_gradient[1],
+            block_kv_dkv_compute=min(self.key_gradient[1], keys_at_once),
+            use_fused_bwd_kernel=self.query_gradient is None,
+        )
+
+
+def kernel_blocks(
+    blocks: SplashBlocks, seq: int, kv_heads: int, width: int, queries: Queries, window: int | None
+) -> KernelBlocks:
+    """Return the blocks of the kernels for a sequence, given those of the chip.
+
+    One kernel computes scores once for all gradients: five matmuls instead of seven. It writes a
+    gradient of all queries for each block of keys, and goes through masked blocks too, which of a
+    window are most.
+
+    Args:
+        width: Of a head of queries.
+    """
+    output = _dividing(blocks.output, seq, queries, window)
+    if blocks.all_gradients is not None and window is None:
+        of_queries, of_keys = blocks.all_gradients
+        times_wider = max(1, math.ceil(width / _WIDTH))
+        shorter = of_keys // 2 ** math.ceil(math.log2(times_wider))
+        block = _dividing((of_queries, shorter), seq, queries, None)
+        groups = _least_groups(kv_heads, copies=seq // block[1])
+        if groups is not None:
+            return KernelBlocks(output, None, block, groups)
+    query_gradient = _dividing(blocks.query_gradient, seq, queries, window)
+    key_gradient = _dividing(blocks.key_gradient, seq, queries, window)
+    return KernelBlocks(output, query_gradient, key_gradient)
+
+
+def _least_groups(kv_heads: int, copies: int) -> int | None:
+    """Return the groups of heads with which memory holds the copies; None if no number does."""
+    for groups in range(1, kv_heads + 1):
+        if kv_heads % groups == 0 and copies <= _MOST_COPIES * groups:
+            return groups
+    return None
 
 
 def _dividing(block: _Block, seq: int, queries: Queries, window: int | None) -> _Block:
@@ -210,21 +301,29 @@ class _Blocks:
 
 @functools.lru_cache(maxsize=32)
 def _unmasked(
-    seq: int, queries: Queries, options: AttentionOptions, blocks: tuple[_Block, _Block, _Block]
-) -> tuple[_Blocks, _Blocks, _Blocks]:
+    seq: int, queries: Queries, options: AttentionOptions, blocks: KernelBlocks
+) -> tuple[_Blocks, _Blocks | None, _Blocks]:
     """Return the blocks of the kernels of the output, and of gradients of queries, and of keys."""
     if not options.causal:
-        return (_Blocks(),) * 3
+        every = _Blocks()
+        if blocks.query_gradient is None:
+            return every, None, every
+        return every, every, every
     positions = queries.positions(seq)
-    output, query_gradient, key_gradient = (
-        _unmasked_blocks(positions, seq, options.window, block) for block in blocks
-    )
-    data_next, block_mask = _by_rows(key_gradient.swapaxes(1, 2))
-    return (
-        _Blocks(*_by_rows(output), positions),
-        _Blocks(*_by_rows(query_gradient), positions),
-        _Blocks(data_next.swapaxes(2, 3), block_mask.swapaxes(2, 3), positions),
-    )
+
+    def unmasked(block: _Block) -> _Table:
+        return _unmasked_blocks(positions, seq, options.window, block)
+
+    output = _Blocks(*_by_rows(unmasked(blocks.output)), positions)
+    by_key = unmasked(blocks.key_gradient).swapaxes(1, 2)
+    if blocks.query_gradient is None:
+        data_next, block_mask = _whole_rows(by_key)
+        query_gradient = None
+    else:
+        data_next, block_mask = _by_rows(by_key)
+        query_gradient = _Blocks(*_by_rows(unmasked(blocks.query_gradient)), positions)
+    key_gradient = _Blocks(data_next.swapaxes(2, 3), block_mask.swapaxes(2, 3), positions)
+    return output, query_gradient, key_gradient
 
 
 def _unmasked_blocks(
@@ -253,6 +352,19 @@ def _by_rows(unmasked: _Table) -> tuple[_Table, _Table]:
     following = np.roll(columns[..., :1], -1, axis=-2)
     data_next = np.where(is_row, columns, following)
     return _smallest(data_next)[:, None], is_row.astype(np.int8)[:, None]
+
+
+def _whole_rows(unmasked: _Table) -> tuple[_Table, _Table]:
+    """Return `data_next` and `block_mask` of a kernel that goes through all columns of each row.
+
+    In a masked block it fetches the next unmasked one.
+    """
+    rows, columns = unmasked.shape[-2:]
+    flat = unmasked.reshape(-1, rows * columns)
+    places = np.where(flat > 0, np.arange(rows * columns), rows * columns)
+    following = np.minimum.accumulate(places[:, ::-1], axis=-1)[:, ::-1]
+    data_next = (following % columns).reshape(unmasked.shape)
+    return _smallest(data_next)[:, None], unmasked[:, None]
 
 
 def _smallest(table: _Table) -> _Table:

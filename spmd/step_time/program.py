@@ -30,6 +30,8 @@ from spmd.layers.expert_dispatch import EXTRA_PASSES
 
 _PASSES = {"fwd": 2, "dq": 3, "dkv": 4}
 """Kernel of splash attention → its number of matmuls, recomputed scores included."""
+_ALL_GRADIENTS = 5
+"""Matmuls of its kernel `dkv` if that computes the gradients of queries too."""
 
 _MIN_TRANSFER = 256
 """Bytes of the smallest array that counts as moved to the host; smaller ones are indices."""
@@ -255,7 +257,10 @@ class _Reader:
         found = re.search(r"splash_mha_(fwd|dq|dkv)", text)
         if found is None:
             return ScheduledOp(instruction.name, "kernel", bytes=size)
-        flops, width = _attention(inputs, _PASSES[found[1]], _block_sizes(text, found[1]))
+        matmuls = _PASSES[found[1]]
+        if found[1] == "dkv" and _has_query_gradients(instruction):
+            matmuls = _ALL_GRADIENTS
+        flops, width = _attention(inputs, matmuls, _block_sizes(text, found[1]))
         return ScheduledOp(instruction.name, "attention", flops=flops, width=width, bytes=size)
 
     def _start(self, name: str, done: Instruction) -> Instruction:
@@ -333,6 +338,14 @@ def _product_flops(computation: Computation, product: Instruction) -> float:
     for operand in product.operands[:2]:
         elements *= computation.instructions[operand].arrays[0].size
     return 2 * math.sqrt(elements)
+
+
+def _has_query_gradients(kernel: Instruction) -> bool:
+    """Return whether a kernel returns gradients of queries beside those of keys and of values.
+
+    They have a dimension more, the blocks of keys, and are summed over it after the kernel.
+    """
+    return max(len(array.dims) for array in kernel.arrays) > len(kernel.arrays[-1].dims)
 
 
 def _block_sizes(text: str, kernel: str) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """Splash attention over all keys, gathered from devices that keep their queries, is attention."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +19,14 @@ from spmd.layers import attention as attention_module
 from spmd.layers.attention import xla_attention
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.gathered_attention import gathered_attention
-from spmd.layers.splash_attention import Queries, _dividing, _unmasked
+from spmd.layers.splash_attention import (
+    KernelBlocks,
+    Queries,
+    _dividing,
+    _unmasked,
+    kernel_blocks,
+    splash_attention,
+)
 from spmd.layers.zigzag import zigzag
 from spmd.model_interface import attention_config
 from spmd.model_interface.attention_config import (
@@ -37,6 +45,8 @@ SEQ = 512
 SEGMENTS = np.where(np.arange(SEQ) < 300, 0, 300).astype(np.int32)
 BLOCKS = SplashBlocks((128, 256), (256, 512), (1024, 128), keys_at_once=128)
 """Of other numbers in each kernel: a run of queries has 128 tokens in zigzag order, else 256."""
+ONE_KERNEL = dataclasses.replace(BLOCKS, all_gradients=(128, 256))
+"""All gradients from one kernel, but those of windows."""
 OPTIONS = {
     "causal": (AttentionOptions(), False, False),
     "window and documents": (AttentionOptions(window=200), True, False),
@@ -76,7 +86,7 @@ def _reference(query, key, value, sinks, *, segments, options):
     return xla_attention(query, key, value, segments, sinks, options)
 
 
-def gathered(name, order, queries, **sizes):
+def gathered(name, order, queries, blocks=BLOCKS, **sizes):
     """Attention on a mesh, of tokens in some order, in the order of the sequence again."""
     options, is_packed, has_sinks = OPTIONS[name]
     mesh = tiny.mesh(**sizes)
@@ -95,7 +105,7 @@ def gathered(name, order, queries, **sizes):
             mesh=mesh,
             queries=queries,
             options=options,
-            blocks=BLOCKS,
+            blocks=blocks,
             interpret=True,
         )
         return out[:, np.argsort(order)]
@@ -104,14 +114,37 @@ def gathered(name, order, queries, **sizes):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_zigzag"), [*((name, True) for name in OPTIONS), ("window and documents", False)]
+    ("name", "is_zigzag", "blocks"),
+    [
+        *((name, True, BLOCKS) for name in OPTIONS),
+        ("window and documents", False, BLOCKS),
+        *((name, True, ONE_KERNEL) for name in OPTIONS if "window" not in name),
+    ],
 )
-def test_it_is_attention(name, is_zigzag):
+def test_it_is_attention(name, is_zigzag, blocks):
     """With gradients; beside batches and heads that are split."""
     order = zigzag(SEQ, 2) if is_zigzag else np.arange(SEQ)
-    found = gathered(name, order, Queries(2, is_zigzag), fsdp=2, sequence=2, tensor=2)
+    queries = Queries(2, is_zigzag)
+    found = gathered(name, order, queries, blocks, fsdp=2, sequence=2, tensor=2)
     for ours, expected in zip(found, of_one_device(name), strict=True):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_groups_of_heads_in_turn_are_attention():
+    """For so many blocks of keys, with documents and sinks of each head."""
+    blocks = dataclasses.replace(BLOCKS, all_gradients=(128, 32))
+    assert kernel_blocks(blocks, SEQ, 2, 64, Queries(), None).groups == 2
+    options = AttentionOptions(soft_cap=20.0)
+    segments = jnp.asarray(np.stack([SEGMENTS, np.zeros_like(SEGMENTS)]))
+
+    def in_turn(query, key, value, sinks):
+        return splash_attention(
+            query, key, value, segments, sinks, options, blocks=blocks, interpret=True
+        )
+
+    expected = functools.partial(_reference, segments=segments, options=options)
+    for ours, theirs in zip(results(in_turn, True), results(expected, True), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_control_another_order_of_tokens_is_caught():
@@ -131,7 +164,8 @@ def test_blocks_are_those_that_jax_finds_in_the_mask(window, devices):
     if window is not None:
         mask = splash.LocalMask((2048, 2048), (window - 1, 0), 0)
     masks = splash.MultiHeadMask([mask])
-    ours = _unmasked(2048, Queries(devices), AttentionOptions(window), (SMALL,) * 3)
+    options = AttentionOptions(window)
+    ours = _unmasked(2048, Queries(devices), options, KernelBlocks(SMALL, SMALL, SMALL))
     shards = {"block_shape": (128, 128), "q_seq_shards": devices}
     by_query, _ = splash_attention_mask_info.process_mask(masks, **shards)
     by_key, _ = splash_attention_mask_info.process_mask_dkv(masks, **shards)
@@ -142,6 +176,46 @@ def test_blocks_are_those_that_jax_finds_in_the_mask(window, devices):
             expected = _visited(own, active, axis)
             found = _visited(blocks.data_next[device], blocks.block_mask[device] > 0, axis)
             assert found == expected
+
+
+@pytest.mark.parametrize("is_zigzag", [False, True])
+def test_one_kernel_goes_through_all_blocks_and_fetches_the_unmasked(is_zigzag):
+    """As JAX's table that is not shrunk; of one device it is that table."""
+    devices = 4 if is_zigzag else 1
+    queries = Queries(devices, is_zigzag)
+    *_, blocks = _unmasked(2048, queries, AttentionOptions(), KernelBlocks(SMALL, None, SMALL))
+    assert blocks.data_next.shape == blocks.block_mask.shape == (devices, 1, 16 // devices, 16)
+    rows = np.arange(16 // devices)[:, None]
+    active = blocks.block_mask[:, 0] > 0
+    assert (blocks.data_next[:, 0] == rows)[active].all()
+    if not is_zigzag:
+        masks = splash.MultiHeadMask([splash.CausalMask((2048, 2048))])
+        theirs, _ = splash_attention_mask_info.process_mask_dkv(
+            masks, block_shape=SMALL, shrink_grid=False
+        )
+        np.testing.assert_array_equal(blocks.block_mask[0] > 0, theirs.block_mask > 0)
+        np.testing.assert_array_equal(blocks.data_next[0], theirs.data_next)
+
+
+def test_where_one_kernel_computes_all_gradients():
+    """Not for windows; of a long sequence, for one group of heads after another."""
+    blocks = SplashBlocks(all_gradients=(2048, 2048))
+    of = functools.partial(kernel_blocks, blocks, kv_heads=8, queries=Queries())
+    one = {
+        (512, 128): ((512, 512), 1),
+        (8192, 128): ((2048, 2048), 1),
+        (8192, 192): ((2048, 1024), 1),
+        (131_072, 128): ((2048, 2048), 8),
+    }
+    for (seq, width), (block, groups) in one.items():
+        found = of(seq=seq, width=width, window=None)
+        assert (found.query_gradient, found.key_gradient, found.groups) == (None, block, groups)
+    two = (
+        of(seq=2**20, width=128, window=None),
+        of(seq=8192, width=128, window=1024),
+        kernel_blocks(SplashBlocks(), 8192, 8, 128, Queries(), None),
+    )
+    assert all(found.query_gradient is not None and found.groups == 1 for found in two)
 
 
 def _visited(data_next, active, axis):
@@ -163,7 +237,9 @@ def test_blocks_are_not_much_longer_than_a_window():
 
 def test_tables_of_a_million_tokens_take_no_time():
     """JAX evaluates the mask of all pairs; here the table has one entry for each pair of blocks."""
-    blocks = _unmasked(2**20, Queries(16, is_zigzag=True), AttentionOptions(), ((512, 512),) * 3)
+    block = 512, 512
+    queries = Queries(16, is_zigzag=True)
+    blocks = _unmasked(2**20, queries, AttentionOptions(), KernelBlocks(block, block, block))
     assert blocks[0].block_mask.shape == (16, 1, 128, 2048)
     assert blocks[0].block_mask.sum() == blocks[2].block_mask.sum() == 2048 * 2049 / 2
     work = blocks[0].block_mask.sum(axis=(1, 2, 3))
