@@ -34,7 +34,7 @@ COMPILE = """
             return jax.ShapeDtypeStruct((1, seq, count, dim), "bfloat16", sharding=here)
 
         flags = flags_for([word], "tpu", topology.chip.device_kind, crossing=False)
-        arguments = heads(8, seq // parts), heads(2, seq), heads(2, seq)
+        arguments = heads(8, seq // parts), heads(8, seq), heads(8, seq)
         lowered = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*arguments)
         try:
             lowered.compile(compiler_options=compiler_options(flags))
