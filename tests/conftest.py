@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests import durations
-from tests.programs import FAST_TO_COMPILE
+from tests.programs import FAST_TO_COMPILE, forget_programs
 
 TESTS = Path(__file__).parent
 
@@ -63,13 +63,9 @@ def eight_devices() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """After a file, programs are forgotten where there are many: each has mappings of memory, of which Linux allows a
-    process 65,530, and XLA aborts without one."""
+    """After a file, programs are forgotten where there are many."""
     yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and len(mappings.read_bytes().splitlines()) > 15_000:
-        jax.clear_caches()
-        gc.collect()
+    forget_programs()
 
 
 # Tiers: which tests there are of each, which a run leaves out, and in which order the others run.

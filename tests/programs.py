@@ -1,5 +1,6 @@
 """What is asked of compiled programs, in a process of its own: with XLA's optimisations, or for absent hardware."""
 
+import gc
 import json
 import os
 import subprocess
@@ -39,6 +40,19 @@ starts does. The first argument is a name."""
 LITTLE_EFFORT = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
 """With it, the TPU's compiler searches less for the fastest program: five times sooner done with a model of 100 M
 parameters. Where arrays are kept and what is sent stay as planned; temporaries can be larger."""
+
+
+def forget_programs() -> None:
+    """Forget compiled programs where there are many.
+
+    Each has mappings of memory, of which Linux allows a process 65,530, and XLA aborts without one.
+    """
+    import jax  # after its variables are set
+
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_bytes().splitlines()) > 15_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def run_script(script: str, *arguments: str, timeout: float = 1500, **environment: str) -> Any:

@@ -170,9 +170,14 @@ def _kernel(
     mask_function = None
     if options.causal:
         mask_function = _Mask(options.window)
-    tables = _unmasked(seq, queries, options, of_kernels)
+    output, query_gradient, key_gradient = _unmasked(seq, queries, options, of_kernels)
+    of_queries = None
+    if query_gradient is not None:
+        of_queries = query_gradient.mask_info(device)
     return splash_attention_kernel.SplashAttentionKernel(
-        *(table and table.mask_info(device) for table in tables),
+        output.mask_info(device),
+        of_queries,
+        key_gradient.mask_info(device),
         block_sizes=of_kernels.sizes(blocks.keys_at_once),
         is_mqa=False,
         save_residuals=False,

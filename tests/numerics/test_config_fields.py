@@ -28,6 +28,7 @@ from tests.numerics.test_transformers import (
     logits_there,
     quiet_transformers,
 )
+from tests.programs import forget_programs
 from tests.published_models import cases
 
 SIZES = (
@@ -179,6 +180,14 @@ def forget(path, fields):
     values = json.loads(path.read_text())
     kept = {name: value for name, value in values.items() if name not in fields}
     path.write_text(json.dumps(kept))
+
+
+@pytest.fixture(autouse=True)
+def room_for_the_next_case():
+    """A case has dozens of programs, and the whole file more than a process can hold."""
+    yield
+    compiled.cache_clear()
+    forget_programs()
 
 
 @pytest.fixture(scope="module")
