@@ -69,6 +69,16 @@ BODY
   ROOT t = (s32[], f32[1024]) tuple(next, x)
 }}
 
+written {{
+  t = s8[1,2,4] parameter(0)
+  q = bf16[3,512,64] parameter(1)
+  k = bf16[3,512,64] parameter(2)
+  ALL_GRADIENTS
+  z = bf16[8,3,512,64] parameter(3)
+  v = bf16[3,512,64] get-tuple-element(splash_mha_dkv.1), index=3
+  ROOT u = bf16[8,3,512,64] dynamic-update-slice(z, v)
+}}
+
 all-reduce-scatter.1 {{
   p = f32[1024] parameter(0)
   g = f32[1024] all-reduce(p), {GROUPS}, to_apply=sum
@@ -93,6 +103,12 @@ ENTRY_BODY
   ROOT r = f32[1024] copy(x)
 }}
 """
+ALL_GRADIENTS = (
+    "splash_mha_dkv.1 = (f32[128,64], bf16[4,3,512,64], bf16[3,512,64], bf16[3,512,64]) "
+    'custom-call(t, q, k), custom_call_target="tpu_custom_call"'
+)
+"""The kernel of all gradients, of four blocks of keys."""
+PROGRAM = PROGRAM.replace("ALL_GRADIENTS", ALL_GRADIENTS)
 ROUND = Hardware(
     peak=1e12, memory_bandwidth=inf, link=1e9, network=1e9, host=1e9, latency=0, network_latency=0
 )
@@ -393,6 +409,25 @@ def test_blocks_of_kernels_need_not_be_square(kernel, table, matmuls, share) -> 
     (attention,) = schedule(*lines)
     assert isinstance(attention, ScheduledOp)
     assert attention.flops == matmuls * 2 * 3 * 512 * 512 * 64 * share
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_one_kernel_of_all_gradients_has_five_matmuls(is_fused) -> None:
+    """Also in a fusion with the writing of a result into a stack, which has no cycles of its own."""
+    lines = [
+        "t = s8[1,4,4] constant({...})",
+        "q = bf16[3,512,64]{2,1,0} constant({...})",
+        "k = bf16[3,512,64]{2,1,0} constant({...})",
+    ]
+    if is_fused:
+        lines.append("z = bf16[8,3,512,64] constant({...})")
+        lines.append("f = bf16[8,3,512,64] fusion(t, q, k, z), kind=kCustom, calls=written")
+    else:
+        lines.append(ALL_GRADIENTS)
+    (attention,) = schedule(*lines)
+    assert isinstance(attention, ScheduledOp)
+    table = 2 * 4 / (4 * 4) if is_fused else (1 + 4) / (2 * 4)
+    assert attention.flops == 5 * 2 * 3 * 512 * 512 * 64 * table
 
 
 def test_a_part_of_the_queries_meets_half_of_the_keys() -> None:
