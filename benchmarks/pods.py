@@ -4,13 +4,13 @@
     python -m benchmarks.pods --only 8b 8b-tensor --json pods.json --maxtext maxtext/bin/python
 
 Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat. A
-figure is of one
-device: GiB of temporaries and arguments; GiB on the wire in one step, as
+figure is of one device: GiB of temporaries and arguments; GiB on the wire in one step, as
 `spmd.analysis.collective_record` counts them (an all-reduce is twice its buffer); and the seconds
 of the cycles that the compiler estimates for a step, without collectives and Pallas kernels.
 
-MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same
-readers. The exit code is 1 if a bar is missed, else 2 if a job was not compiled.
+MaxText's figures are stored, in up to three forms (`FORMS`); `--maxtext` compiles its programs anew
+and reads them with the same readers. The exit code is 1 if a bar is missed, else 2 if a job was not
+compiled.
 """
 
 import argparse
@@ -80,14 +80,13 @@ class Job:
     """A config on a machine.
 
     Attributes:
-        maxtext: MaxText's figures with the compiler's default flags.
+        maxtext: Form of MaxText's step (`FORMS`) → its figures, where it was compiled.
         maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not
             compared.
         sequences: For each device.
         tokens: In a sequence.
         experts: Of a token; 0 for a dense model.
         model: Fields of the model that differ from the config's.
-        equal: MaxText's figures with the flags of ours.
     """
 
     name: str
@@ -95,13 +94,12 @@ class Job:
     topology: str
     mesh: Mapping[str, int]
     bars: Figures
-    maxtext: Figures = Figures()
+    maxtext: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
     maxtext_arguments: Sequence[str] = ()
     sequences: float = 1
     tokens: int = 8192
     experts: int = 0
     model: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    equal: Figures = Figures()
 
     @property
     def machine(self) -> Topology:
@@ -141,18 +139,20 @@ JOBS = (
         "v5e:16x16",
         {"fsdp": 256},
         Figures(temporaries=5.78, gathered=26, reduced=14.4, compute=2.7, exposed=0.167, step=3.86),
-        Figures(8.085, 25.98, 29.97, 56.07, 3.393),
+        {
+            "default": Figures(8.085, 25.98, 29.97, 56.07, 3.393),
+            "equal flags": Figures(
+                temporaries=8.085,
+                gathered=25.98,
+                reduced=29.97,
+                sent=56.08,
+                compute=2.689,
+                arguments=0.354,
+                exposed=0.237,
+                step=3.895,
+            ),
+        },
         ("compile_topology=v5e-256", "model_name=llama3-8b", "ici_fsdp_parallelism=256"),
-        equal=Figures(
-            temporaries=8.085,
-            gathered=25.98,
-            reduced=29.97,
-            sent=56.08,
-            compute=2.689,
-            arguments=0.354,
-            exposed=0.237,
-            step=3.895,
-        ),
     ),
     # Bars from figures of libtpu 0.0.50 by another reader (1.557 s, 9.22 GiB, 14 GiB reduced).
     Job(
@@ -174,7 +174,7 @@ JOBS = (
         "v5p:4x4x8",
         {"fsdp": 128},
         Figures(temporaries=27.6, gathered=257, reduced=131, compute=11.9),
-        Figures(28.16, 256.96, 258.92, 516.1, 11.87),
+        {"default": Figures(28.16, 256.96, 258.92, 516.1, 11.87)},
         ("compile_topology=v5p-256", "model_name=llama3-70b", "ici_fsdp_parallelism=128"),
     ),
     Job(
@@ -183,7 +183,7 @@ JOBS = (
         "v5e:16x16",
         {"fsdp": 64, "tensor": 4},
         Figures(temporaries=9.3, compute=3.35),
-        Figures(9.516, 47.25, 29.41, 109.3, 3.373),
+        {"default": Figures(9.516, 47.25, 29.41, 109.3, 3.373)},
         (
             "compile_topology=v5e-256",
             "model_name=llama3-8b",
@@ -198,7 +198,7 @@ JOBS = (
         "v5p:4x4x8",
         {"fsdp": 32, "tensor": 4},
         Figures(temporaries=31.26, sent=580.6, compute=12.63),
-        Figures(31.265, 225.24, 52.36, 580.6, 12.64),
+        {"default": Figures(31.265, 225.24, 52.36, 580.6, 12.64)},
         (
             "compile_topology=v5p-256",
             "model_name=llama3-70b",
@@ -213,7 +213,7 @@ JOBS = (
         "v5p:8x8x16",
         {"fsdp": 1024},
         Figures(temporaries=63.59, gathered=1500.3, reduced=1504, compute=70.40),
-        Figures(63.60, 1500.2, 1504.1, 3004.8, 70.41),
+        {"default": Figures(63.60, 1500.2, 1504.1, 3004.8, 70.41)},
         ("compile_topology=v5p-2048", "model_name=llama3.1-405b", "ici_fsdp_parallelism=1024"),
     ),
     Job(
@@ -222,7 +222,7 @@ JOBS = (
         "v5p:4x4x8",
         {"fsdp": 16, "expert": 8},
         Figures(temporaries=29, arguments=4.1, exchanged=100, compute=3.7),
-        Figures(29.71, 28.76, 15.99, 165.0, 3.729, 4.081, 120.3),
+        {"default": Figures(29.71, 28.76, 15.99, 165.0, 3.729, 4.081, 120.3)},
         (
             "compile_topology=v5p-256",
             "model_name=mixtral-8x7b",
@@ -250,7 +250,7 @@ JOBS = (
             arguments=7.657,
             exchanged=2642,
         ),
-        Figures(90.89, 94.96, 65.59, 2803, 31.76, 7.658, 2642),
+        {"default": Figures(90.89, 94.96, 65.59, 2803, 31.76, 7.658, 2642)},
         (
             "compile_topology=v5p-2048",
             "ici_fsdp_parallelism=16",
@@ -299,7 +299,7 @@ JOBS = (
             arguments=7.40,
             exchanged=157,
         ),
-        Figures(22.78, 117.17, 80.10, 368.7, 4.944, 9.705, 171.4),
+        {"default": Figures(22.78, 117.17, 80.10, 368.7, 4.944, 9.705, 171.4)},
         (
             "compile_topology=v5p-2048",
             "model_name=deepseek3-671b",
@@ -322,7 +322,7 @@ JOBS = (
         Figures(
             temporaries=13.44, gathered=197, reduced=108, sent=306, compute=4.26, arguments=2.05
         ),
-        Figures(13.45, 197.7, 108.7, 306.6, 4.263, 2.042, 0.0625),
+        {"default": Figures(13.45, 197.7, 108.7, 306.6, 4.263, 2.042, 0.0625)},
         (
             *("compile_topology=v5e-256", "model_name=mixtral-8x7b", "ici_fsdp_parallelism=32"),
             "ici_expert_parallelism=8",
@@ -457,12 +457,23 @@ def our_flags(job: Job) -> str:
     return " ".join(f"--{flag}" for flag in flags)
 
 
-def measure_maxtext(job: Job, python: str, flags: str) -> Figures:
-    """Compile the job's step with MaxText, and read it as ours is read; errors as of `measure`.
+_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+RECIPE = (
+    *(f"sa_block_{name}=2048" for name in _BLOCKS),
+    "sa_use_fused_bwd_kernel=True",
+    "num_vocab_tiling=8",
+)
+"""Attention of Google's recipes of Llama 3.1 8B and 70B (tpu-recipes, training/trillium, and for v5e
+benchmarks/maxtext_v5e_model_configs.py of MaxText), and a head in eight parts."""
+FORMS = ("default", "equal flags", "recipe")
+"""MaxText's step with the compiler's default flags, with the flags of ours, and with `RECIPE` too."""
 
-    Args:
-        flags: XLA's, besides its defaults.
-    """
+
+def measure_maxtext(job: Job, python: str, form: str) -> Figures:
+    """Compile the job's step with MaxText, and read it as ours is read; errors as of `measure`."""
+    flags = ""
+    if form != "default":
+        flags = our_flags(job)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
         common = ["compile_topology_num_slices=1", f"per_device_batch_size={job.sequences}"]
@@ -475,6 +486,8 @@ def measure_maxtext(job: Job, python: str, flags: str) -> Figures:
         ]
         if flags:
             common += [f"compile_xla_flags={flags}"]
+        if form == "recipe":
+            common += RECIPE
         common += [f"base_output_directory={folder}", *job.maxtext_arguments]
         script = [python, str(Path(__file__).with_name("maxtext_step.py")), str(file)]
         done = run([*script, *common], JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", PYTHONPATH="")
@@ -511,7 +524,7 @@ def line(label: str, row: Figures) -> str:
         "" if value is None else f"{value:.5g} {UNITS[name]}"
         for name, value in dataclasses.asdict(row).items()
     )
-    return f"{label:12}" + "".join(f"{cell:>13}" for cell in cells)
+    return f"{label:20}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 def main() -> int:
@@ -529,9 +542,12 @@ def main() -> int:
     parser.add_argument(
         "--maxtext", metavar="PYTHON", help="interpreter of an environment with MaxText"
     )
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=FORMS, help="of MaxText's step, to compile"
+    )
     options = parser.parse_args()
     rows, code = [], 0
-    print(f"{'of one device':12}" + "".join(f"{name:>13}" for name in UNITS))
+    print(f"{'of one device':20}" + "".join(f"{name:>13}" for name in UNITS))
     for job in JOBS:
         if options.only and job.name not in options.only:
             continue
@@ -552,16 +568,13 @@ def main() -> int:
             if row["missed"]:
                 print(f"missed: {'; '.join(row['missed'])}", flush=True)
                 code = 1
-            if job.maxtext_arguments:
-                default, equal = job.maxtext, job.equal
-                if options.maxtext:
-                    default = measure_maxtext(job, options.maxtext, "")
-                    equal = measure_maxtext(job, options.maxtext, our_flags(job))
-                row |= {
-                    "maxtext": dataclasses.asdict(default),
-                    "maxtext_equal_flags": dataclasses.asdict(equal),
-                }
-                print(line("MaxText", default), line("equal flags", equal), sep="\n", flush=True)
+            theirs = dict(job.maxtext)
+            if options.maxtext and job.maxtext_arguments:
+                for form in options.forms:
+                    theirs[form] = measure_maxtext(job, options.maxtext, form)
+            row["maxtext"] = {form: dataclasses.asdict(each) for form, each in theirs.items()}
+            for form, each in theirs.items():
+                print(line(f"MaxText, {form}", each), flush=True)
         except RuntimeError as error:
             print(f"not compiled: {error}", flush=True)
             code = code or 2

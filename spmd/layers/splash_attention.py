@@ -32,6 +32,8 @@ _LEAST_OF_WINDOW = 512
 """Queries or keys in a block of attention in a short window, if they divide."""
 _MOST_COPIES = 8
 """Gradients of all heads' queries, each for one block of keys, that are in memory at once."""
+_SHORTEST = 4
+"""Of an odd sequence, blocks of keys may be a fourth of the chip's: copies of more take too long."""
 _WIDTH = 128
 """Of heads for which a chip's blocks of all gradients are meant; wider ones have shorter blocks."""
 _Block = tuple[int, int]
@@ -237,11 +239,11 @@ def kernel_blocks(
     output = _dividing(blocks.output, seq, queries, window)
     if blocks.all_gradients is not None and window is None:
         of_queries, of_keys = blocks.all_gradients
-        times_wider = max(1, math.ceil(width / _WIDTH))
-        shorter = of_keys // 2 ** math.ceil(math.log2(times_wider))
-        block = _dividing((of_queries, shorter), seq, queries, None)
+        of_keys //= 2 ** math.ceil(math.log2(math.ceil(width / _WIDTH)))
+        block = _dividing((of_queries, of_keys), seq, queries, None)
         groups = _least_groups(kv_heads, copies=seq // block[1])
-        if groups is not None:
+        is_long = _SHORTEST * block[1] >= of_keys or block[1] == seq
+        if groups is not None and is_long:
             return KernelBlocks(output, None, block, groups)
     query_gradient = _dividing(blocks.query_gradient, seq, queries, window)
     key_gradient = _dividing(blocks.key_gradient, seq, queries, window)

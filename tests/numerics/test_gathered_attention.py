@@ -198,7 +198,7 @@ def test_one_kernel_goes_through_all_blocks_and_fetches_the_unmasked(is_zigzag):
 
 
 def test_where_one_kernel_computes_all_gradients():
-    """Not for windows; of a long sequence, for one group of heads after another."""
+    """Not for windows, nor in tiny blocks; of a long sequence, for one group of heads after another."""
     blocks = SplashBlocks(all_gradients=(2048, 2048))
     of = functools.partial(kernel_blocks, blocks, kv_heads=8, queries=Queries())
     one = {
@@ -213,6 +213,7 @@ def test_where_one_kernel_computes_all_gradients():
     two = (
         of(seq=2**20, width=128, window=None),
         of(seq=8192, width=128, window=1024),
+        of(seq=8192 - 128, width=128, window=None),
         kernel_blocks(SplashBlocks(), 8192, 8, 128, Queries(), None),
     )
     assert all(found.query_gradient is not None and found.groups == 1 for found in two)
