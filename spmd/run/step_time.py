@@ -203,6 +203,7 @@ def workload(
     gathered = config.compress.gather or precision.compute
     reduced = precision.exchange or precision.gradients
     parts, bubble = _pipeline(config, mesh)
+    context = _context(config, platform)
     heads = config.model.attention_width
     kv_width = heads
     if isinstance(config.model, HasKVWidth):
@@ -251,7 +252,8 @@ def workload(
         offloads_params="params" in config.offload,
         offloaded=_offloaded_bytes(remat, widths, model.hidden),
         bubble=bubble,
-        context=_context(config, platform),
+        context=context,
+        in_chunks=config.attention == "chunked" or (context == "ring" and mesh.sequence > 1),
         gathered_axes=config.rules.gathered_axes,
     )
 

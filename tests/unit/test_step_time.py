@@ -82,6 +82,36 @@ def test_matmuls_attention_and_memory_by_hand() -> None:
     assert spent(is_fused=False)["memory-bound work"] == pytest.approx(TOKENS * passes / 1e9)
 
 
+def test_chunks_of_plain_xla_are_slower_than_a_kernel_on_tpus() -> None:
+    """By the ring's compiled programs; nothing is known of GPUs."""
+    ratio = spent(in_chunks=True)["attention"] / spent()["attention"]
+    assert ratio == pytest.approx(10)
+    numbers = work(in_chunks=True), work()
+    on_gpu = network("h100:1x1")
+    chunks, kernel = (closed_form(each, on_gpu, RATES)["attention"] for each in numbers)
+    assert chunks == kernel
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_chunked"),
+    [
+        ({}, False),
+        ({"context": "ring"}, True),
+        ({"context": "all-to-all"}, False),
+        ({"attention": "chunked"}, True),
+    ],
+)
+def test_a_ring_runs_in_chunks(fields, is_chunked) -> None:
+    """But not where no sequence is split."""
+    built = setup("llama3-8b")
+    config = dataclasses.replace(built.config, **fields)
+    numbers = count_model(built)
+    split = workload(config, numbers, MeshShape(fsdp=8, sequence=8), "tpu")
+    assert split.in_chunks == is_chunked
+    whole = workload(config, numbers, MeshShape(fsdp=64), "tpu")
+    assert whole.in_chunks == ("attention" in fields)
+
+
 def test_narrow_matrices_are_slower() -> None:
     """By the width at which efficiency halves: of the stream, of hidden units on a device, and of its tokens."""
     rates = dataclasses.replace(RATES, half=64.0)
