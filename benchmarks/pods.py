@@ -509,6 +509,17 @@ def measure_maxtext(job: Job, python: str, form: str) -> Figures:
     )
 
 
+def measure_forms(job: Job, python: str, forms: Sequence[str]) -> dict[str, Figures]:
+    """Return MaxText's step in the forms that its compiler takes, and print why it does not."""
+    found = {}
+    for form in forms:
+        try:
+            found[form] = measure_maxtext(job, python, form)
+        except RuntimeError as error:
+            print(f"MaxText, {form}: not compiled: {error}", flush=True)
+    return found
+
+
 def missed(found: Figures, bars: Figures) -> list[str]:
     """Return each figure that is above its bar, or unknown."""
     wrong = []
@@ -570,8 +581,7 @@ def main() -> int:
                 code = 1
             theirs = dict(job.maxtext)
             if options.maxtext and job.maxtext_arguments:
-                for form in options.forms:
-                    theirs[form] = measure_maxtext(job, options.maxtext, form)
+                theirs |= measure_forms(job, options.maxtext, options.forms)
             row["maxtext"] = {form: dataclasses.asdict(each) for form, each in theirs.items()}
             for form, each in theirs.items():
                 print(line(f"MaxText, {form}", each), flush=True)

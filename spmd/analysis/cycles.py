@@ -84,7 +84,7 @@ def count_cycles(program: HloModule, taken: Mapping[str, Fraction]) -> Cycles | 
             kind = instruction.opcode
             counted[kind] = counted.get(kind, Fraction()) + here.times * cycles
         else:
-            kind = _without_cycles(program, instruction)
+            kind = _without_cycles(program, here.computation, instruction)
             if not kind:
                 continue
             uncounted[kind] = uncounted.get(kind, Fraction()) + here.times
@@ -110,7 +110,7 @@ def _rounded(kinds: Mapping[str, Fraction]) -> dict[str, int]:
     return {kind: round(number) for kind, number in largest_first}
 
 
-def _without_cycles(program: HloModule, instruction: Instruction) -> str:
+def _without_cycles(program: HloModule, computation: str, instruction: Instruction) -> str:
     """Return the kind of an operation without an estimate.
 
     Return an empty string for a free operation, and for the end of an asynchronous one.
@@ -123,12 +123,12 @@ def _without_cycles(program: HloModule, instruction: Instruction) -> str:
         return ""
     if _communicates(program, instruction):
         return "collectives"
+    if program.kernel_of(computation, instruction):
+        return "Pallas kernels"
     if opcode == "fusion":
         return name
     if opcode != "custom-call":
         return opcode
-    if "tpu_custom_call" in instruction.attributes:
-        return "Pallas kernels"
     return ""
 
 

@@ -90,6 +90,11 @@ class Instruction:
         return self.opcode in _MOVES
 
     @property
+    def is_kernel(self) -> bool:
+        """True for a Pallas kernel of a TPU."""
+        return self.opcode == "custom-call" and "tpu_custom_call" in self.attributes
+
+    @property
     def index(self) -> int:
         """Tuple index of a `get-tuple-element`."""
         return int(self.attribute(r"\bindex=(\d+)"))
@@ -179,6 +184,21 @@ class HloModule:
                 for role, callee in instruction.callees():
                     callers[callee].append((computation.name, instruction, role))
         return callers
+
+    def kernel_of(self, computation: str, instruction: Instruction) -> HloValue | None:
+        """Return a Pallas kernel: the instruction itself, or one inside of a fusion.
+
+        XLA:TPU fuses kernels with the writing of their results into stacks.
+        """
+        if instruction.is_kernel:
+            return HloValue(computation, instruction.name)
+        if instruction.opcode != "fusion":
+            return None
+        for _, callee in instruction.callees():
+            for inner in self.computations[callee].instructions.values():
+                if inner.is_kernel:
+                    return HloValue(callee, inner.name)
+        return None
 
     def at(self, value: HloValue) -> Instruction:
         """Return the instruction of a value."""

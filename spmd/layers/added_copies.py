@@ -37,7 +37,8 @@ def _backward(run: Callable[..., jax.Array], pull: Any, d: jax.Array) -> tuple[A
     del run
     program = jax.make_jaxpr(pull)(d)
     additions = {}
-    for jaxpr in nested_jaxprs(program):
+    nested = list(nested_jaxprs(program))  # equations are known by their addresses
+    for jaxpr in nested:
         made = producers(jaxpr)
         for equation in jaxpr.eqns:
             if _sums_copies(equation):
@@ -54,7 +55,7 @@ def _sums_copies(equation: JaxprEqn) -> bool:
         return False
     (axis,) = equation.params["axes"]
     operand: Any = equation.invars[0].aval
-    return axis < operand.ndim - 2
+    return operand.shape[axis] > 1 and axis < operand.ndim - 2
 
 
 def _stored_dtype(equation: JaxprEqn, made: dict[Var, JaxprEqn]) -> Any:
@@ -69,7 +70,8 @@ def _stored_dtype(equation: JaxprEqn, made: dict[Var, JaxprEqn]) -> Any:
 def _addition(equation: JaxprEqn, stored: Any) -> ClosedJaxpr:
     """Return a program that adds the copies, which are cast back to their dtype in memory first.
 
-    XLA removes both casts. It would not fuse a cast of all copies with their slices.
+    XLA removes both casts. It would not fuse a cast of all copies with their slices. The sum is
+    rounded to that dtype, as JAX does next.
     """
     (axis,) = equation.params["axes"]
     operand: Any = equation.invars[0].aval
@@ -80,7 +82,8 @@ def _addition(equation: JaxprEqn, stored: Any) -> ClosedJaxpr:
         for number in range(copies.shape[axis]):
             one = jax.lax.index_in_dim(narrow, number, axis, keepdims=False)
             slices.append(one.astype(copies.dtype))
+        total = functools.reduce(operator.add, slices).astype(stored)
         # Fused with the readers of the sum, copies would stay in memory, and be added again.
-        return jax.lax.optimization_barrier(functools.reduce(operator.add, slices))
+        return jax.lax.optimization_barrier(total).astype(copies.dtype)
 
     return jax.make_jaxpr(add)(jax.ShapeDtypeStruct(operand.shape, operand.dtype))

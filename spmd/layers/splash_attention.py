@@ -31,7 +31,7 @@ _BLOCKS = SplashBlocks()
 _LEAST_OF_WINDOW = 512
 """Queries or keys in a block of attention in a short window, if they divide."""
 _MOST_COPIES = 8
-"""Gradients of all heads' queries, each for one block of keys, that are in memory at once."""
+"""Gradients of all queries of a device, each for one block of keys, that are in memory at once."""
 _SHORTEST = 4
 """Of an odd sequence, blocks of keys may be a fourth of the chip's: copies of more take too long."""
 _WIDTH = 128
@@ -118,7 +118,10 @@ def splash_attention(
     scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
     seq, kv_heads = key.shape[1:3]
     of_kernels = kernel_blocks(blocks, seq, kv_heads, dim, queries, options.window)
-    kernel = _kernel(seq, queries, device, blocks, of_kernels, options, residuals, interpret)
+    build = functools.partial(
+        _kernel, blocks, of_kernels, options, residuals=residuals, interpret=interpret
+    )
+    unmasked = _mask_infos(seq, queries, device, of_kernels, options)
     documents = None
     if segments is not None:
         documents = splash.SegmentIds(segments, segments if key_segments is None else key_segments)
@@ -127,44 +130,67 @@ def splash_attention(
         rows = jnp.broadcast_to(sinks, (batch, heads))
         by_head.append(_with_float32_gradient(rows))
 
-    def run(by_head: list[Any]) -> Array:
-        if of_kernels.query_gradient is None:
-            return with_added_copies(_of_batch, (kernel, documents), *by_head)
-        return _of_batch((kernel, documents), *by_head)
-
+    of_batch = functools.partial(_of_batch, build)
+    if of_kernels.query_gradient is None:
+        of_batch = functools.partial(with_added_copies, of_batch)
+    run = functools.partial(of_batch, (unmasked, documents))
     out = _in_groups(run, by_head, of_kernels.groups)
     return jnp.moveaxis(out, 2, 1).astype(dtype)
 
 
 def _of_batch(
-    fixed: tuple[Any, Any], query: Array, key: Array, value: Array, *sinks: Array
+    build: Callable[..., Any],
+    fixed: tuple[Any, Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    *sinks: Array,
 ) -> Array:
-    """Apply a kernel to each sequence of a batch, with its documents or None."""
-    kernel, documents = fixed
-    return jax.vmap(kernel)(query, key, value, documents, *sinks)
+    """Apply a kernel to each sequence of a batch.
+
+    Args:
+        build: Returns the kernel, given its unmasked blocks.
+        fixed: These, and the documents or None.
+    """
+    unmasked, documents = fixed
+    return jax.vmap(build(unmasked))(query, key, value, documents, *sinks)
 
 
-def _in_groups(run: Callable[[list[Any]], Array], by_head: list[Any], groups: int) -> Array:
+def _in_groups(run: Callable[..., Array], by_head: list[Any], groups: int) -> Array:
     """Run a function of arrays `[batch, heads, …]` for groups of their heads, one after another."""
     if groups == 1:
-        return run(by_head)
+        return run(*by_head)
     parts = []
     for x in by_head:
         batch, heads, *rest = x.shape
         part = x.reshape(batch, groups, heads // groups, *rest)
         parts.append(jnp.moveaxis(part, 1, 0))
-    out = jnp.moveaxis(jax.lax.map(run, parts), 0, 1)
+    out = jnp.moveaxis(jax.lax.map(lambda group: run(*group), parts), 0, 1)
     batch, _, _, *rest = out.shape
     return out.reshape(batch, -1, *rest)
 
 
-def _kernel(
+def _mask_infos(
     seq: int,
     queries: Queries,
     device: Array | int,
+    of_kernels: "KernelBlocks",
+    options: AttentionOptions,
+) -> tuple[Any, Any, Any]:
+    """Return the unmasked blocks of the kernels for one device, in JAX's form."""
+    output, query_gradient, key_gradient = _unmasked(seq, queries, options, of_kernels)
+    of_queries = None
+    if query_gradient is not None:
+        of_queries = query_gradient.mask_info(device)
+    return output.mask_info(device), of_queries, key_gradient.mask_info(device)
+
+
+def _kernel(
     blocks: SplashBlocks,
     of_kernels: "KernelBlocks",
     options: AttentionOptions,
+    unmasked: tuple[Any, Any, Any],
+    *,
     residuals: str | None,
     interpret: bool,
 ) -> Any:
@@ -172,14 +198,8 @@ def _kernel(
     mask_function = None
     if options.causal:
         mask_function = _Mask(options.window)
-    output, query_gradient, key_gradient = _unmasked(seq, queries, options, of_kernels)
-    of_queries = None
-    if query_gradient is not None:
-        of_queries = query_gradient.mask_info(device)
     return splash_attention_kernel.SplashAttentionKernel(
-        output.mask_info(device),
-        of_queries,
-        key_gradient.mask_info(device),
+        *unmasked,
         block_sizes=of_kernels.sizes(blocks.keys_at_once),
         is_mqa=False,
         save_residuals=False,

@@ -198,11 +198,9 @@ class _Reader:
         if collective is not None:
             transfer = self._transfer(collective)
             return ScheduledOp(instruction.name, "transfer", cycles, transfer=transfer)
-        if _is_kernel(instruction):
-            return self._kernel(name, instruction)
-        fused = self._fused_kernel(instruction)
-        if fused is not None:
-            return self._kernel(*fused)
+        kernel = self.program.kernel_of(name, instruction)
+        if kernel is not None:
+            return self._kernel(kernel.computation, self.program.at(kernel))
         if not cycles:
             return None
         return self._compute(instruction, cycles)
@@ -248,19 +246,6 @@ class _Reader:
                 else:
                     total += self._matmul_flops(inner)
         return total
-
-    def _fused_kernel(self, instruction: Instruction) -> tuple[str, Instruction] | None:
-        """Return a kernel fused with the writing of its results into stacks, and its computation.
-
-        Such a fusion has no cycles.
-        """
-        if instruction.opcode != "fusion":
-            return None
-        for _, callee in instruction.callees():
-            for inner in self.program.computations[callee].instructions.values():
-                if _is_kernel(inner):
-                    return callee, inner
-        return None
 
     def _kernel(self, name: str, instruction: Instruction) -> ScheduledOp:
         """Return the operation of a Pallas kernel."""
@@ -354,10 +339,6 @@ def _product_flops(computation: Computation, product: Instruction) -> float:
     for operand in product.operands[:2]:
         elements *= computation.instructions[operand].arrays[0].size
     return 2 * math.sqrt(elements)
-
-
-def _is_kernel(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def _has_query_gradients(kernel: Instruction) -> bool:

@@ -409,12 +409,13 @@ def test_every_form_compiles_for_tpus():
         "the TPU compiler is missing: pip install 'spmd[tpu]'"
     )
     found = run_script(ON_TPU)
-    # forward, the queries' gradient, the keys' and values'
-    assert found["splash"]["tpu_custom_call"] >= 3 * 3
-    assert found["gather"]["tpu_custom_call"] >= 3 * 3
+    # forward, the queries' gradient, the keys' and values'; for all tokens one kernel of gradients
+    kernels = 3 + 3 + 2
+    assert found["splash"]["tpu_custom_call"] >= kernels
+    assert found["gather"]["tpu_custom_call"] >= kernels
     assert found["gather"]["all-gather"] > 0 == found["gather"]["all-to-all"]
     assert found["splash"]["all-gather"] == found["splash"]["all-to-all"] == 0
-    assert found["splash by heads"]["tpu_custom_call"] >= 3 * 3
+    assert found["splash by heads"]["tpu_custom_call"] >= kernels
     assert found["splash by heads"]["all-to-all"] > 0
     assert found["ring"]["tpu_custom_call"] == found["ring"]["all-gather"] == 0
     assert found["ring"]["collective-permute-start"] > 0

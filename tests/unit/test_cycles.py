@@ -81,6 +81,12 @@ outer_body {{
   ROOT t = (s32[], f32[8]) tuple(next, z)
 }}
 
+into_a_stack {{
+  p = f32[8] parameter(0)
+  k = f32[8] custom-call(p), custom_call_target="tpu_custom_call"
+  ROOT r = f32[8] bitcast(k)
+}}
+
 outer_condition {{
   p = (s32[], f32[8]) parameter(0)
   i = s32[] get-tuple-element(p), index=0
@@ -95,7 +101,8 @@ ENTRY main {{
 }}}}, {COST(1000)}
   kernel = f32[8] custom-call(copied), custom_call_target="tpu_custom_call"
   buffer = f32[8] custom-call(), custom_call_target="AllocateBuffer"
-  rows = f32[8] fusion(kernel), kind=kCustom, calls=product
+  written = f32[8] fusion(kernel), kind=kCustom, calls=into_a_stack
+  rows = f32[8] fusion(written), kind=kCustom, calls=product
   async-collective-start.1 = f32[8] fusion(rows), kind=kCustom, calls=started
   async-collective-done.1 = f32[8] fusion(async-collective-start.1), kind=kCustom, calls=product
   moving = (f32[8], f32[8], u32[]) copy-start(async-collective-done.1)
@@ -135,7 +142,7 @@ def test_what_has_no_cycles_is_listed() -> None:
     found = count_cycles(parse(text()), {"pipeline_forward": Fraction(2, 5)})
     assert found is not None
     assert found.uncounted == {
-        "Pallas kernels": 1,
+        "Pallas kernels": 2,
         "rows": 1,
         "collectives": 1 + 2,
         "copy-start": 1,
