@@ -147,7 +147,7 @@ def test_what_has_no_cycles_is_listed() -> None:
         "collectives": 1 + 2,
         "copy-start": 1,
     }
-    line = "by the compiler's cycles at 1.5 GHz; without waiting, 3 collectives, 1 Pallas kernels, 1 rows, 1 copy-start"
+    line = "by the compiler's cycles at 1.5 GHz; without waiting, 3 collectives, 2 Pallas kernels, 1 rows, 1 copy-start"
     assert found.text(1.5e9).endswith(line)
     assert found.to_json(1.5e9)["seconds"] == sum(found.cycles.values()) / 1.5e9
     assert "1,340 cycles;" in found.text(None)
