@@ -94,6 +94,9 @@ def _read_attention(fields: Fields, sizes: Mapping[str, Any]) -> AttentionSpec:
     width = sizes["d_model"] // sizes["heads"]
     head_dim = sizes["head_dim"] or max(1, width)
     rotated = fields.integer("rotary_dim", head_dim)
+    if rotated % 2 and rotated < head_dim:
+        fields.refuse("rotary_dim", f"is {rotated}, an odd number of dimensions", "an even number")
+        rotated = head_dim
     fraction = min(1.0, rotated / head_dim)
     default = dataclasses.replace(_PLAIN, fraction=fraction)
     rotary = read_rotary(fields, default)

@@ -199,7 +199,7 @@ REFUSED = {
     "glm4_moe": {"first_k_dense_replace": 4},
     "glm4_moe_lite": {"mlp_layer_types": ["sparse", "experts", "sparse"]},
     "minicpm3": {"scale_emb": 0},
-    "minimax_m2": {"use_routing_bias": False},
+    "minimax_m2": {"use_routing_bias": False, "rotary_dim": 9},
     "solar_open": {"first_k_dense_replace": 1},
     "youtu": {"num_key_value_heads": 2},
 }
