@@ -113,16 +113,19 @@ def gathered(name, order, queries, blocks=BLOCKS, **sizes):
     return results(run, has_sinks)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_zigzag", "blocks"),
-    [
-        *((name, True, BLOCKS) for name in OPTIONS),
-        ("window and documents", False, BLOCKS),
-        *((name, True, ONE_KERNEL) for name in OPTIONS if "window" not in name),
-    ],
-)
-def test_it_is_attention(name, is_zigzag, blocks):
+CASES = {
+    **{name: (name, True, BLOCKS) for name in OPTIONS},
+    "window and documents, in order": ("window and documents", False, BLOCKS),
+    "causal, one kernel": ("causal", True, ONE_KERNEL),
+    "cap and sinks, one kernel": ("cap and sinks", True, ONE_KERNEL),
+    "all tokens of documents, one kernel": ("all tokens of documents", False, ONE_KERNEL),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_attention(case):
     """With gradients; beside batches and heads that are split."""
+    name, is_zigzag, blocks = CASES[case]
     order = zigzag(SEQ, 2) if is_zigzag else np.arange(SEQ)
     queries = Queries(2, is_zigzag)
     found = gathered(name, order, queries, blocks, fsdp=2, sequence=2, tensor=2)

@@ -92,24 +92,22 @@ def test_chunks_of_plain_xla_are_slower_than_a_kernel_on_tpus() -> None:
     assert chunks == kernel
 
 
-@pytest.mark.parametrize(
-    ("fields", "is_chunked"),
-    [
-        ({}, False),
-        ({"context": "ring"}, True),
-        ({"context": "all-to-all"}, False),
-        ({"attention": "chunked"}, True),
-    ],
-)
-def test_a_ring_runs_in_chunks(fields, is_chunked) -> None:
-    """But not where no sequence is split."""
+def test_a_ring_runs_in_chunks() -> None:
+    """But not where no sequence is split; `chunked` does everywhere."""
     built = setup("llama3-8b")
-    config = dataclasses.replace(built.config, **fields)
     numbers = count_model(built)
-    split = workload(config, numbers, MeshShape(fsdp=8, sequence=8), "tpu")
-    assert split.in_chunks == is_chunked
-    whole = workload(config, numbers, MeshShape(fsdp=64), "tpu")
-    assert whole.in_chunks == ("attention" in fields)
+
+    def in_chunks(shape: MeshShape, **fields: str) -> bool:
+        config = dataclasses.replace(built.config, **fields)
+        return workload(config, numbers, shape, "tpu").in_chunks
+
+    split, whole = MeshShape(fsdp=8, sequence=8), MeshShape(fsdp=64)
+    assert in_chunks(split, context="ring")
+    assert not in_chunks(whole, context="ring")
+    assert not in_chunks(split)
+    assert not in_chunks(split, context="all-to-all")
+    assert in_chunks(split, attention="chunked")
+    assert in_chunks(whole, attention="chunked")
 
 
 def test_narrow_matrices_are_slower() -> None:
