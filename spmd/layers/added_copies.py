@@ -68,7 +68,7 @@ def _stored_dtype(equation: JaxprEqn, made: dict[Var, JaxprEqn]) -> Any:
 
 
 def _addition(equation: JaxprEqn, stored: Any) -> ClosedJaxpr:
-    """Return a program that adds the copies, which are cast back to their dtype in memory first.
+    """Return a program for the sum of copies, cast back to their dtype in memory first.
 
     XLA removes both casts. It would not fuse a cast of all copies with their slices. The sum is
     rounded to that dtype, as JAX does next.

@@ -271,7 +271,7 @@ def kernel_blocks(
 
 
 def _least_groups(kv_heads: int, copies: int) -> int | None:
-    """Return the groups of heads with which memory holds the copies; None if no number does."""
+    """Return the least groups of heads for so many copies in turn; None if no number is enough."""
     for groups in range(1, kv_heads + 1):
         if kv_heads % groups == 0 and copies <= _MOST_COPIES * groups:
             return groups
@@ -382,7 +382,7 @@ def _by_rows(unmasked: _Table) -> tuple[_Table, _Table]:
 
 
 def _whole_rows(unmasked: _Table) -> tuple[_Table, _Table]:
-    """Return `data_next` and `block_mask` of a kernel that goes through all columns of each row.
+    """Return `data_next` and `block_mask` of a kernel with iterations for all columns of a row.
 
     In a masked block it fetches the next unmasked one.
     """
