@@ -128,8 +128,8 @@ class Job:
 
 
 # MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install
-# 'maxtext[tpu]==0.2.5' 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods
-# --maxtext PYTHON --json FILE`. It reduces gradients in bfloat16. Its machines are named by their
+# 'maxtext[tpu]==0.2.5' 'jax[tpu]==0.12.0.1'`), 22 and 29 November 2026: `python -m
+# benchmarks.pods --maxtext PYTHON --json FILE`. It reduces gradients in bfloat16. Its machines are named by their
 # cores, of which a v5p has two.
 _SPLIT = "allow_split_physical_axes=true"  # without it MaxText refuses two axes on these machines
 # Most bars are within 3 % of what libtpu 0.0.42.1 makes of a step.
@@ -183,6 +183,18 @@ JOBS = (
         "v6e:16x16",
         {"fsdp": 256},
         Figures(temporaries=10.5, gathered=27.8, reduced=14.4, compute=1.61, step=2.49),
+        {
+            "equal flags": Figures(
+                temporaries=14.455,
+                gathered=26.99,
+                reduced=14.96,
+                sent=42.20,
+                compute=1.633,
+                arguments=0.354,
+                exposed=0.0174,
+                step=2.545,
+            ),
+        },
         maxtext_arguments=(
             "compile_topology=v6e-256",
             "model_name=llama3-8b",
