@@ -194,6 +194,16 @@ JOBS = (
                 exposed=0.0174,
                 step=2.545,
             ),
+            "recipe": Figures(
+                temporaries=14.455,
+                gathered=26.99,
+                reduced=14.96,
+                sent=42.20,
+                compute=1.773,
+                arguments=0.354,
+                exposed=0.0174,
+                step=2.667,
+            ),
         },
         maxtext_arguments=(
             "compile_topology=v6e-256",
