@@ -70,10 +70,12 @@ def test_exit_code(temporaries, code, monkeypatch, tmp_path, capsys) -> None:
     )
     assert pods.main() == code
     printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert ("missed: temporaries is 1e+06, bar 5.78" in printed) == (code == 1)
+    job = next(job for job in JOBS if job.name == "8b")
+    wrong = f"temporaries is 1e+06, bar {job.bars.temporaries:g}"
+    assert (f"missed: {wrong}" in printed) == (code == 1)
     assert ("not compiled: there is no compiler" in printed) == (code == 2)
     assert [row["missed"] for row in found] == {
         0: [[]],
-        1: [["temporaries is 1e+06, bar 5.78"]],
+        1: [[wrong]],
         2: [],
     }[code]
