@@ -128,8 +128,8 @@ class Job:
 
 
 # MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install
-# 'maxtext[tpu]==0.2.5' 'jax[tpu]==0.12.0.1'`), 22 and 29 November 2026: `python -m
-# benchmarks.pods --maxtext PYTHON --json FILE`. It reduces gradients in bfloat16. Its machines are named by their
+# 'maxtext[tpu]==0.2.5' 'jax[tpu]==0.12.0.1'`), 22 and 29 November 2026: `python -m benchmarks.pods
+# --maxtext PYTHON --json FILE`. It reduces gradients in bfloat16. Its machines are named by their
 # cores, of which a v5p has two.
 _SPLIT = "allow_split_physical_axes=true"  # without it MaxText refuses two axes on these machines
 # Most bars are within 3 % of what libtpu 0.0.42.1 makes of a step.

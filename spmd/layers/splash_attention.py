@@ -68,6 +68,39 @@ class Queries:
         return self.devices
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelBlocks:
+    """Queries and keys in a block of each kernel.
+
+    Attributes:
+        query_gradient: None if the kernel of the gradients of keys and values computes those of
+            queries too.
+        groups: Groups of heads that run one after another.
+    """
+
+    output: _Block
+    query_gradient: _Block | None
+    key_gradient: _Block
+    groups: int = 1
+
+    def sizes(self, keys_at_once: int) -> splash.BlockSizes:
+        """Return the blocks in JAX's form."""
+        of_queries: tuple[int | None, int | None] = (None, None)
+        if self.query_gradient is not None:
+            of_queries = self.query_gradient
+        return splash.BlockSizes(
+            block_q=self.output[0],
+            block_kv=self.output[1],
+            block_kv_compute=min(self.output[1], keys_at_once),
+            block_q_dq=of_queries[0],
+            block_kv_dq=of_queries[1],
+            block_q_dkv=self.key_gradient[0],
+            block_kv_dkv=self.key_gradient[1],
+            block_kv_dkv_compute=min(self.key_gradient[1], keys_at_once),
+            use_fused_bwd_kernel=self.query_gradient is None,
+        )
+
+
 _DEFAULT = AttentionOptions()
 _WHOLE = Queries()
 
@@ -174,7 +207,7 @@ def _mask_infos(
     seq: int,
     queries: Queries,
     device: Array | int,
-    of_kernels: "KernelBlocks",
+    of_kernels: KernelBlocks,
     options: AttentionOptions,
 ) -> tuple[Any, Any, Any]:
     """Return the unmasked blocks of the kernels for one device, in JAX's form."""
@@ -187,7 +220,7 @@ def _mask_infos(
 
 def _kernel(
     blocks: SplashBlocks,
-    of_kernels: "KernelBlocks",
+    of_kernels: KernelBlocks,
     options: AttentionOptions,
     unmasked: tuple[Any, Any, Any],
     *,
@@ -209,39 +242,6 @@ def _kernel(
         mask_function=mask_function,
         interpret=interpret,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelBlocks:
-    """Queries and keys in a block of each kernel.
-
-    Attributes:
-        query_gradient: None if the kernel of the gradients of keys and values computes those of
-            queries too.
-        groups: Groups of heads that run one after another.
-    """
-
-    output: _Block
-    query_gradient: _Block | None
-    key_gradient: _Block
-    groups: int = 1
-
-    def sizes(self, keys_at_once: int) -> splash.BlockSizes:
-        """Return the blocks in JAX's form."""
-        of_queries: tuple[int | None, int | None] = (None, None)
-        if self.query_gradient is not None:
-            of_queries = self.query_gradient
-        return splash.BlockSizes(
-            block_q=self.output[0],
-            block_kv=self.output[1],
-            block_kv_compute=min(self.output[1], keys_at_once),
-            block_q_dq=of_queries[0],
-            block_kv_dq=of_queries[1],
-            block_q_dkv=self.key_gradient[0],
-            block_kv_dkv=self.key_gradient[1],
-            block_kv_dkv_compute=min(self.key_gradient[1], keys_at_once),
-            use_fused_bwd_kernel=self.query_gradient is None,
-        )
 
 
 def kernel_blocks(
