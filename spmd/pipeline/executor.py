@@ -2,17 +2,19 @@
 
 ```
 input from the ──▶ slots ──▶ forward task ──▶ to the next stage,
-previous stage       │                        while the backward task computes
-                     ▼
-to the previous ◀── backward task ◀── gradient from the next stage, in its slot
-stage, while the    (recomputes the forward)
-forward task            │
-computes                └──▶ accumulated into the stage's gradients
+previous stage                   │             while the backward task computes
+                                 ▼
+                        slots of what is kept (spmd.pipeline.stage_layers)
+                                 │
+                                 ▼
+to the previous  ◀───────── backward task ◀── gradient from the next stage, in its slot
+stage, while the                 │
+forward task computes            └──▶ accumulated into the stage's gradients
 ```
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,17 +24,18 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.gradients.losses import Sums
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
+from spmd.pipeline.stage_layers import RecomputedLayers, SavedLayers, StageLayers
 from spmd.pipeline.tick_table import IDLE, TickTable
 from spmd.plan.fsdp import zero_gradients
 from spmd.plan.scopes import comm_scope, in_scope
 
-SLOTS = "stage_inputs"
-"""The checkpoint name of the slots with a stage's inputs and gradients."""
+SLOTS = "stage_slots"
+"""The checkpoint name of the slots with a stage's inputs, what it keeps of them, and gradients."""
 
 Carry = dict[str, Any]
 """The carry of the scan.
 
-It has slots for `inputs` and `gradients`; the streams `arrived` (from the previous stage) and
+It has slots for `inputs`, what is `saved` between tasks, and `gradients`; the streams `arrived` (from the previous stage) and
 `sent_back` (to it in the next tick); and `totals`: gradients of layers `[version · chunk, …]`, of
 all other parameters `[version, …]`, and sums `[version]`.
 """
@@ -42,13 +45,25 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     """Return the carry of an empty pipeline."""
     stream, sums = model.shapes(shared)
     empty = zeros(stream)
+    layers = stage_layers(model, chunks, shared, table, empty)
     return {
         "inputs": zeros(stream, table.depth),
+        "saved": zeros(layers.saved, table.saved_depth),
         "gradients": zeros(stream, table.gradient_depth),
         "arrived": empty,
         "sent_back": empty,
         "totals": (zero_gradients(chunks), zero_gradients(shared), zeros(sums, table.versions)),
     }
+
+
+def stage_layers(
+    model: StageModel, chunks: Any, shared: Any, table: TickTable, empty: Stream
+) -> StageLayers:
+    """Return the tasks of a stage's layers; arguments as of `run_ticks`."""
+    if not table.saved_depth:
+        return RecomputedLayers(model)
+    first_chunk, own = jax.tree.map(lambda x: x[0], (chunks, shared))
+    return SavedLayers(model, first_chunk, own, empty)
 
 
 def run_ticks(
@@ -63,7 +78,8 @@ def run_ticks(
     """
     number = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    stage = _Stage(model, chunks, shared, scale, table, number, empty)
+    layers = stage_layers(model, chunks, shared, table, empty)
+    stage = _Stage(model, layers, chunks, shared, scale, table, number, empty)
     columns = jax.tree.map(jnp.asarray, table.columns)
     carry, _ = jax.lax.scan(stage.tick, carry, columns)
     return carry
@@ -77,6 +93,7 @@ class _Stage:
     counts the ticks of each (`TickTable.taken`).
 
     Attributes:
+        layers: The tasks of its layers.
         chunks: Layers of the stage, `[version · chunk, layer, …]`.
         shared: All other parameters, `[version, …]`.
         scale: Factor of the loss.
@@ -85,6 +102,7 @@ class _Stage:
     """
 
     model: StageModel
+    layers: StageLayers
     chunks: Any
     shared: Any
     scale: jax.Array
@@ -98,13 +116,13 @@ class _Stage:
         gradient = self._send(carry["sent_back"], by=-1)  # while the forward task computes
         inputs = write_slot(carry["inputs"], row["receive_slot"], carry["arrived"])
         inputs = self._write_embedding(inputs, rows, row)
-        output = self._run_forward(inputs, row)
+        output, saved = self._run_forward(inputs, carry["saved"], row)
         arrived = self._send(output, by=1)  # while the backward task computes
         gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
-        sent_back, totals = self._run_backward(carry, row, inputs, gradients)
+        slots = {"inputs": inputs, "saved": saved, "gradients": gradients}
+        sent_back, totals = self._run_backward(carry["totals"], row, slots)
         d_chunks, d_shared, sums = totals
         d_shared = self._run_embedding_backward(d_shared, rows, sent_back)
-        slots = {"inputs": inputs, "gradients": gradients}
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
         totals = d_chunks, d_shared, sums
         return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
@@ -134,21 +152,32 @@ class _Stage:
         slot = jnp.where(is_first & (self.number == 0), row["forward_slot"], IDLE)
         return write_slot(inputs, slot, entered)
 
-    def _run_forward(self, inputs: Any, row: dict[str, jax.Array]) -> Stream:
-        """Run the forward task, if there is one."""
+    def _run_forward(
+        self, inputs: Any, saved: Any, row: dict[str, jax.Array]
+    ) -> tuple[Stream, Any]:
+        """Run the forward task, if there is one; return its output, and slots of what is kept."""
 
-        def forward() -> Stream:
+        def forward(saved: Any) -> tuple[Stream, Any]:
             i = row["forward"]
             chunk = row["forward_chunk"]
             layers = select_chunk(self.chunks, self._version(i) * self.table.chunks + chunk)
             own = select_chunk(self.shared, self._version(i))
             stream = read_slot(inputs, row["forward_slot"])
-            return self.model.run_layers(layers, own, stream, i, chunk)
+            output, kept = self.layers.forward(layers, own, stream, i, chunk)
+            slot = row["forward_saved_slot"]
 
-        return cond(row["forward"] >= 0, forward, lambda: self.empty)
+            def put(slots: jax.Array, x: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_index_in_dim(slots, x, slot, 0)
+
+            return output, jax.tree.map(put, saved, kept)
+
+        def idle(saved: Any) -> tuple[Stream, Any]:
+            return self.empty, saved
+
+        return cond(row["forward"] >= 0, forward, idle, saved)
 
     def _run_backward(
-        self, carry: Carry, row: dict[str, jax.Array], inputs: Any, gradients: Any
+        self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
     ) -> tuple[Stream, Any]:
         """Run the backward task, if there is one; return the gradient of its input, and totals."""
         chunks = self.chunks
@@ -159,14 +188,12 @@ class _Stage:
             own = select_chunk(self.shared, self._version(i))
             group = self._version(i) * self.table.chunks + chunk
             d_chunks, d_shared, sums = totals
-            left, pull = jax.vjp(
-                lambda layers, shared, stream: self.model.run_layers(
-                    layers, shared, stream, i, chunk
-                ),
-                *(select_chunk(chunks, group), own, read_slot(inputs, row["backward_slot"])),
-            )
+            layers = select_chunk(chunks, group)
+            stream = read_slot(slots["inputs"], row["backward_slot"])
+            kept = read_slot(slots["saved"], row["backward_saved_slot"])
+            left, pull = self.layers.backward(layers, own, stream, kept, i, chunk)
             d_left, d_shared, sums = self._output_gradient(
-                row, gradients, own, left, d_shared, sums
+                row, slots["gradients"], own, left, d_shared, sums
             )
             d_layers, d_own, d_entered = pull(d_left)
             d_chunks = accumulate_at(d_chunks, d_layers, group)
@@ -176,7 +203,7 @@ class _Stage:
         def idle(totals: Any) -> tuple[Stream, Any]:
             return self.empty, totals
 
-        return cond(row["backward"] >= 0, backward, idle, carry["totals"])
+        return cond(row["backward"] >= 0, backward, idle, totals)
 
     def _output_gradient(
         self,

@@ -7,17 +7,27 @@ F0,F1,,BW0,,BW1
 
 A row is an order; cells may be empty. Columns are for the reader and for error messages: a task
 starts when its dependencies are done. Stages and ticks count from 0.
+
+Lines that start with `#` have settings, of `Schedule`, that differ from its defaults: `# placement=v`
+or `# flush=no`.
 """
 
 import csv
-import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
 from spmd.pipeline.simulate import tick_grid
+
+_SETTING = "#"  # start of a line with a setting
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "placement": {"loop": "loop", "v": "v"},
+    "flush": {"yes": True, "no": False},
+}
+"""Name of a setting in a file → value in the file → value in a `Schedule`."""
 
 
 def read_schedule(
@@ -33,11 +43,12 @@ def read_schedule(
     path = Path(path)
     title = f"{path} is not a valid schedule:"
     try:
-        rows = _read_rows(path)
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        rows = _read_rows(lines)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(title, [Problem("file", f"cannot be read: {error}")]) from error
 
-    problems = list[Problem]()
+    settings, problems = _read_settings(lines)
     orders = list[tuple[Task, ...]]()
     ticks = list[list[int]]()
     for stage, row in enumerate(rows):
@@ -54,7 +65,7 @@ def read_schedule(
     if chunks is None:
         chunks = 1 + max(task.chunk for task in tasks)
     try:
-        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders))
+        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders), **settings)
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
     problems += check_schedule(schedule, ticks)
@@ -63,11 +74,34 @@ def read_schedule(
     return schedule
 
 
-def _read_rows(path: Path) -> list[list[str]]:
-    """Return the rows of a file, without empty ones."""
-    text = path.read_text(encoding="utf-8-sig")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    return [row for row in reader if row]
+def _read_rows(lines: Sequence[str]) -> list[list[str]]:
+    """Return the rows of a file, without empty ones and settings."""
+    tasks = [line for line in lines if not line.startswith(_SETTING)]
+    return [row for row in csv.reader(tasks, strict=True) if row]
+
+
+def _read_settings(lines: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the settings of a file, as arguments of `Schedule`, and the problems of their lines."""
+    settings = dict[str, Any]()
+    problems = list[Problem]()
+    for number, line in enumerate(lines, start=1):
+        if not line.startswith(_SETTING):
+            continue
+        name, _, value = line.removeprefix(_SETTING).partition("=")
+        known = _SETTINGS.get(name.strip(), {})
+        if value.strip() in known:
+            settings[name.strip()] = known[value.strip()]
+            continue
+        fix = " or ".join(_setting_lines())
+        problems.append(Problem(f"line {number}", f"{line!r} is no setting", fix=fix))
+    return settings, problems
+
+
+def _setting_lines() -> Iterator[str]:
+    """Yield a line for each value of each setting."""
+    for name, values in _SETTINGS.items():
+        for value in values:
+            yield f"{_SETTING} {name}={value}"
 
 
 def _parse_row(stage: int, row: Sequence[str]) -> tuple[dict[int, Task], list[Problem]]:
@@ -101,6 +135,10 @@ def to_csv(schedule: Schedule) -> str:
         ,F0,BW0,F1,BW1,
     """
     lines = list[str]()
+    if schedule.placement != "loop":
+        lines.append(f"{_SETTING} placement={schedule.placement}\n")
+    if not schedule.flush:
+        lines.append(f"{_SETTING} flush=no\n")
     for row in tick_grid(schedule):
         cells = [str(task or "") for task in row]
         lines.append(",".join(cells) + "\n")

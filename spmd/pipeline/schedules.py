@@ -103,7 +103,9 @@ def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[
     yield from _tasks("BW", microbatches)
 
 
-def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
+def one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int = 1) -> Iterator[Task]:
+    """Yield a stage's tasks: warmup forwards, then one forward and one backward in turn."""
+    del chunks
     forwards = _tasks("F", microbatches)
     backwards = _tasks("BW", microbatches)
     yield from alternate(forwards, backwards, warmup=stages - 1 - stage)
@@ -133,7 +135,7 @@ def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
     gradients to compute after its last input gradient. The bubble is (p-1) max(F + B - W, F, B):
     the paper's (p-1) (F + B - W) unless W is the largest.
     """
-    for task in _one_f_one_b(stage, stages, microbatches, chunks):
+    for task in one_f_one_b(stage, stages, microbatches, chunks):
         if task.kind == "F":
             yield task
             continue
@@ -146,10 +148,10 @@ def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
 
 _BUILDERS: dict[str, Callable[[int, int, int, int], Iterator[Task]]] = {
     "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
+    "1f1b": one_f_one_b,
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
-    "pipedream": _one_f_one_b,
+    "pipedream": one_f_one_b,
 }
 _LIST_SCHEDULED: dict[
     str, tuple[str, Callable[[int], int]]

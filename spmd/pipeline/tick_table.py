@@ -5,9 +5,13 @@ tick has one forward task, then one backward task.
 
 ```
 tick        0      1      2      3        the last stage runs a microbatch
-stage 0   F0 ·   F1 ·   F2 B0  F3 B1      forward and backward in one tick: its forward
-stage 1    · ·   F0 B0  F1 B1  F2 B2      task is the first half of its backward task
+stage 0   F0 ·   F1 ·   F2 B0  F3 B1      forward and backward in one tick
+stage 1    · ·   F0 B0  F1 B1  F2 B2
 ```
+
+Between the two tasks of a microbatch a stage keeps what the remat policy saves, in slots, or its
+input alone. In the second case the backward task runs the forward pass again, and the forward task
+of the last stage is the first half of its backward task.
 
 A backward task waits for everything that the schedule lists before it, a forward task only for its
 input. So GPipe is unchanged, and 1F1B holds up to 2(p − s) − 1 microbatches at stage s instead of p
@@ -25,6 +29,7 @@ import numpy as np
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import Pass, Schedule
+from spmd.pipeline.schedules import one_f_one_b
 
 IDLE = -1
 
@@ -33,18 +38,22 @@ IDLE = -1
 class TickTable:
     """The tasks and slots of every stage in every tick: int32 arrays `[tick, stage]`, -1 for none.
 
-    A stage keeps the inputs of its tasks, from their arrival until the backward task, in `depth`
-    slots, and gradients that have arrived in `gradient_depth` slots.
+    A stage keeps the inputs of its tasks in `depth` slots, from their arrival until the last task
+    that reads them; what the remat policy saves in `saved_depth` slots, from the forward task until
+    the backward task; and gradients that have arrived in `gradient_depth` slots.
 
     Attributes:
+        saved_depth: 0 if backward tasks run the forward pass again, from the input.
         versions: Batches in flight, 1 or 2. Microbatches of the previous batch are numbered from
             `microbatches` on.
         receive_slot: Slot for the input that the previous stage sent in the tick before.
         forward: Microbatch of the forward task.
         forward_slot: Slot of its input; the first virtual stage writes it in this tick.
+        forward_saved_slot: Slot for what the policy saves of it.
         gradient_receive_slot: Slot for the gradient that the next stage sent in the tick before.
         backward: Microbatch of the backward task.
-        backward_slot: Slot of the input of its forward task.
+        backward_slot: Slot of the input of its forward task; -1 if what the policy saves is kept.
+        backward_saved_slot: Slot of what the policy saved of its forward task.
         gradient_slot: Slot of its gradient; -1 on the last virtual stage, which starts from the
             loss.
     """
@@ -52,16 +61,19 @@ class TickTable:
     microbatches: int
     chunks: int
     depth: int
+    saved_depth: int
     gradient_depth: int
     versions: int
     receive_slot: np.ndarray
     forward: np.ndarray
     forward_chunk: np.ndarray
     forward_slot: np.ndarray
+    forward_saved_slot: np.ndarray
     gradient_receive_slot: np.ndarray
     backward: np.ndarray
     backward_chunk: np.ndarray
     backward_slot: np.ndarray
+    backward_saved_slot: np.ndarray
     gradient_slot: np.ndarray
 
     @property
@@ -114,7 +126,7 @@ class TickTable:
 
         Args:
             forward: Time of a forward task of a whole stage.
-            backward: Time of a backward task of a whole stage, with recomputation.
+            backward: Time of a backward task of a whole stage, with what it computes again.
         """
         forward_ticks = (self.forward >= 0).any(axis=1).sum()
         backward_ticks = (self.backward >= 0).any(axis=1).sum()
@@ -124,8 +136,12 @@ class TickTable:
 _COLUMNS = [field.name for field in dataclasses.fields(TickTable) if field.type is np.ndarray]
 
 
-def tabulate(schedule: Schedule) -> TickTable:
+def tabulate(schedule: Schedule, *, recompute: bool = False) -> TickTable:
     """Return the tables of a schedule.
+
+    Args:
+        recompute: Whether a stage keeps the inputs of tasks alone, and backward tasks run the
+            forward pass again; always so without a flush.
 
     Raises:
         ScheduleError: The reasons why the schedule cannot be executed.
@@ -135,17 +151,21 @@ def tabulate(schedule: Schedule) -> TickTable:
         raise ScheduleError("This schedule can be simulated but not executed:", problems)
     if not schedule.flush:
         return _steady_state(schedule.stages, schedule.microbatches)
-    ticks = _assign_ticks(schedule)
+    ticks = _assign_ticks(schedule, recompute=recompute)
     shape = (1 + max(ticks.values()), schedule.stages)
     columns = {name: np.full(shape, IDLE, np.int32) for name in _COLUMNS}
-    _fill_tasks(columns, schedule, ticks)
+    _fill_tasks(columns, schedule, ticks, recompute=recompute)
     for stage in range(schedule.stages):
-        _fill_input_slots(columns, schedule, ticks, stage)
+        _fill_input_slots(columns, schedule, ticks, stage, recompute=recompute)
         _fill_gradient_slots(columns, schedule, ticks, stage)
+        if not recompute:
+            _fill_saved_slots(columns, schedule, ticks, stage)
+    slots_of_inputs = columns["receive_slot"], columns["forward_slot"], columns["backward_slot"]
     return TickTable(
         schedule.microbatches,
         schedule.chunks,
-        depth=1 + int(columns["backward_slot"].max()),
+        depth=1 + int(np.max(slots_of_inputs)),
+        saved_depth=1 + int(columns["forward_saved_slot"].max()),
         gradient_depth=1 + int(columns["gradient_slot"].max()),
         versions=1,
         **columns,
@@ -157,7 +177,11 @@ def _last_virtual_stage(schedule: Schedule) -> int:
 
 
 def _fill_tasks(
-    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int]
+    columns: Mapping[str, np.ndarray],
+    schedule: Schedule,
+    ticks: Mapping[Pass, int],
+    *,
+    recompute: bool,
 ) -> None:
     """Write the microbatches and the chunks of all tasks."""
     last = _last_virtual_stage(schedule)
@@ -166,34 +190,58 @@ def _fill_tasks(
         if kind == "B":
             columns["backward"][tick, stage] = i
             columns["backward_chunk"][tick, stage] = chunk
-        elif virtual_stage < last:  # the last forward task is the first half of its backward task
-            columns["forward"][tick, stage] = i
-            columns["forward_chunk"][tick, stage] = chunk
+            continue
+        if recompute and virtual_stage == last:
+            continue  # the last forward task is the first half of its backward task
+        columns["forward"][tick, stage] = i
+        columns["forward_chunk"][tick, stage] = chunk
 
 
 def _fill_input_slots(
-    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
+    columns: Mapping[str, np.ndarray],
+    schedule: Schedule,
+    ticks: Mapping[Pass, int],
+    stage: int,
+    *,
+    recompute: bool,
 ) -> None:
-    """Write the slots of the inputs of a stage, each held until its backward task."""
-    last = _last_virtual_stage(schedule)
+    """Write the slots of the inputs of a stage, each held until the last task that reads it."""
     held: dict[Pass, tuple[int, int]] = {}  # first and last tick
     for task, tick in ticks.items():
         kind, virtual_stage, i = task
-        if kind != "B" or virtual_stage % schedule.stages != stage:
+        if kind != "F" or virtual_stage % schedule.stages != stage:
             continue
-        if virtual_stage == 0:  # the embedding is written in the tick of the forward task
-            held[task] = ticks["F", 0, i], tick
-        else:
-            held[task] = ticks["F", virtual_stage - 1, i] + 1, tick
+        arrival = tick  # the embedding is written in the tick of the forward task
+        if virtual_stage > 0:
+            arrival = ticks["F", virtual_stage - 1, i] + 1
+        last = tick
+        if recompute:
+            last = ticks["B", virtual_stage, i]
+        held[task] = arrival, last
     slots = _allocate_slots(held)
-    for task, (arrival, tick) in held.items():
-        _, virtual_stage, i = task
-        columns["backward_slot"][tick, stage] = slots[task]
+    for task, (arrival, last) in held.items():
+        _, virtual_stage, _ = task
         if virtual_stage > 0:
             columns["receive_slot"][arrival, stage] = slots[task]
-        if virtual_stage < last:
-            forward_tick = ticks["F", virtual_stage, i]
-            columns["forward_slot"][forward_tick, stage] = slots[task]
+        if recompute:
+            columns["backward_slot"][last, stage] = slots[task]
+        if not recompute or virtual_stage < _last_virtual_stage(schedule):
+            columns["forward_slot"][ticks[task], stage] = slots[task]
+
+
+def _fill_saved_slots(
+    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
+) -> None:
+    """Write the slots of what the policy saves, from a forward task to its backward task."""
+    held: dict[Pass, tuple[int, int]] = {}  # first and last tick
+    for task, tick in ticks.items():
+        kind, virtual_stage, i = task
+        if kind == "F" and virtual_stage % schedule.stages == stage:
+            held[task] = tick, ticks["B", virtual_stage, i]
+    slots = _allocate_slots(held)
+    for task, (forward, backward) in held.items():
+        columns["forward_saved_slot"][forward, stage] = slots[task]
+        columns["backward_saved_slot"][backward, stage] = slots[task]
 
 
 def _fill_gradient_slots(
@@ -250,6 +298,9 @@ def _unsupported(schedule: Schedule) -> list[Problem]:
     if schedule.stages == 1:
         fix = "2 stages or more, or gradient accumulation"
         problems.append(Problem(where, "has one stage", fix=fix))
+    if not schedule.flush and not _is_one_f_one_b(schedule):
+        what = "has no flush, and another order than 1F1B's"
+        problems.append(Problem(where, what, fix="schedule pipedream, or a flush"))
     least = 2 * (schedule.stages - 1)
     if not schedule.flush and schedule.microbatches < least:
         detail = f"{schedule.microbatches} < 2 × (stages={schedule.stages} - 1)"
@@ -258,12 +309,23 @@ def _unsupported(schedule: Schedule) -> list[Problem]:
     return problems
 
 
-def _assign_ticks(schedule: Schedule) -> dict[Pass, int]:
+def _is_one_f_one_b(schedule: Schedule) -> bool:
+    for stage, order in enumerate(schedule.orders):
+        if order != tuple(one_f_one_b(stage, schedule.stages, schedule.microbatches)):
+            return False
+    return True
+
+
+def _assign_ticks(schedule: Schedule, *, recompute: bool) -> dict[Pass, int]:
     """Return the tick of each pass, `"F"` or `"B"`.
 
-    The last virtual stage's F shares its tick with others.
+    If backward tasks run the forward pass again, the last virtual stage's F is a part of its B, and
+    takes no time of its own.
     """
-    waiting = [_WaitingTasks(schedule, stage) for stage in range(schedule.stages)]
+    free = None
+    if recompute:
+        free = _last_virtual_stage(schedule)
+    waiting = [_WaitingTasks(schedule, stage, free) for stage in range(schedule.stages)]
     count = sum(map(len, schedule.orders))
     ticks: dict[Pass, int] = {}
     for tick in itertools.count():
@@ -286,10 +348,12 @@ class _WaitingTasks:
         backwards: Virtual stage and microbatch of each backward task, and the number of forward
             tasks listed before it.
         last: The last virtual stage.
+        free: The virtual stage whose forward tasks take no time; None if there is none.
         ran: The number of forward tasks with a tick.
     """
 
-    def __init__(self, schedule: Schedule, stage: int) -> None:
+    def __init__(self, schedule: Schedule, stage: int, free: int | None) -> None:
+        self.free = free
         self.forwards = deque[tuple[int, int]]()
         self.backwards = deque[tuple[int, int, int]]()
         self.last = _last_virtual_stage(schedule)
@@ -303,20 +367,20 @@ class _WaitingTasks:
                 self.backwards.append((virtual_stage, task.microbatch, listed))
 
     def run_forwards(self, ticks: dict[Pass, int], tick: int) -> None:
-        """Run the next forward task in this tick, and those of the last virtual stage.
+        """Run the next forward task in this tick, and those that take no time.
 
         Each runs only if its input has arrived.
         """
-        is_free = True
+        is_idle = True
         while self.forwards:
             virtual_stage, i = self.forwards[0]
-            is_last = virtual_stage == self.last
+            takes_none = virtual_stage == self.free
             sent = ticks.get(("F", virtual_stage - 1, i), tick)
             has_input = virtual_stage == 0 or sent < tick
-            if not has_input or not (is_last or is_free):
+            if not has_input or not (takes_none or is_idle):
                 return
-            if not is_last:
-                is_free = False
+            if not takes_none:
+                is_idle = False
             ticks["F", virtual_stage, i] = tick
             self.forwards.popleft()
             self.ran += 1
@@ -361,14 +425,18 @@ def _steady_state(stages: int, microbatches: int) -> TickTable:
         "forward": np.where(sends, number(forward), IDLE),
         "forward_chunk": np.where(sends, 0, IDLE),
         "forward_slot": np.where(sends, forward % depth, IDLE),
+        "forward_saved_slot": zeros + IDLE,
         "gradient_receive_slot": np.where(sends, 0, IDLE),
         "backward": number(backward),
         "backward_chunk": zeros,
         "backward_slot": backward % depth,
+        "backward_saved_slot": zeros + IDLE,
         "gradient_slot": np.where(sends, 0, IDLE),
     }
     int32 = {name: column.astype(np.int32) for name, column in columns.items()}
-    return TickTable(microbatches, 1, depth, gradient_depth=1, versions=2, **int32)
+    return TickTable(
+        microbatches, 1, depth, saved_depth=0, gradient_depth=1, versions=2, **int32
+    )
 
 
 def _allocate_slots(lifetimes: Mapping[Pass, tuple[int, int]]) -> dict[Pass, int]:

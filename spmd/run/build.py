@@ -369,7 +369,8 @@ def build_grad_fn(
     if not schedule:
         grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
     elif schedule.flush:
-        grad_fn = pipeline(loss_fn, tabulate(schedule))
+        table = tabulate(schedule, recompute=config.pipeline.recompute)
+        grad_fn = pipeline(loss_fn, table)
     else:
         grad_fn = pipedream(loss_fn, tabulate(schedule))
     grad_fn = accumulate(grad_fn, config.accumulate)

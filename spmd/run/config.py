@@ -122,6 +122,10 @@ class PipelineConfig:
     """Microbatches per batch; 0: up to four per stage, as the batch allows."""
     chunks: int = 0
     """Groups of layers per stage; 0: two for interleaved, otherwise one."""
+    recompute: bool = False
+    """Keep the input of a stage alone for its backward task, which runs the forward pass again;
+    otherwise keep what remat saves. A third to a fifth more time, for memory; pipedream always
+    does."""
 
 
 @dataclasses.dataclass(frozen=True)

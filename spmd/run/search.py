@@ -99,7 +99,7 @@ class Candidate:
     @property
     def flags(self) -> str:
         """Flags of the command line."""
-        return " ".join(f"--{name} {value}" for name, value in _flags(self.settings).items())
+        return " ".join(_written(_flags(self.settings)))
 
     def holds_less_than(self, other: "Candidate") -> bool:
         """Return true if it certainly needs less memory than `other`.
@@ -648,8 +648,10 @@ def _microbatch_settings(
 ) -> dict[str, Any]:
     """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
     chunks = config.pipeline.chunks if schedule == "interleaved" else 0
+    recompute = config.pipeline.recompute
     if shape.pipe > 1:
-        return {"accumulate": 1, "pipeline": PipelineConfig(schedule, parts, chunks)}
+        pipeline = PipelineConfig(schedule, parts, chunks, recompute)
+        return {"accumulate": 1, "pipeline": pipeline}
     return {"accumulate": parts, "pipeline": PipelineConfig(schedule, 0, chunks)}
 
 
@@ -675,12 +677,18 @@ def changed_flags(settings: Settings, other: Settings) -> str:
     """Return the flags of `other` that differ from those of `settings`."""
     mine = _flags(settings)
     theirs = _flags(other)
-    changed = [f"--{name} {value}" for name, value in theirs.items() if mine.get(name) != value]
-    return " ".join(changed)
+    changed = {name: value for name, value in theirs.items() if mine.get(name) != value}
+    return " ".join(_written(changed))
+
+
+def _written(flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield flags as a command line has them; one that is on has no value."""
+    for name, value in flags.items():
+        yield f"--{name} {value}".rstrip()
 
 
 def _flags(settings: Settings) -> dict[str, str]:
-    """Return flag → value on a command line."""
+    """Return flag → value on a command line; the value of one that is on is empty."""
     mesh = settings["mesh"].sizes
     flags = dict[str, str]()
     for axis in AXES:
@@ -699,6 +707,8 @@ def _flags(settings: Settings) -> dict[str, str]:
         flags["pipeline.microbatches"] = str(pipeline.microbatches)
         if pipeline.chunks:
             flags["pipeline.chunks"] = str(pipeline.chunks)
+        if pipeline.recompute:
+            flags["pipeline.recompute"] = ""
     if settings.get("offload"):
         flags["offload"] = " ".join(settings["offload"])
     return flags

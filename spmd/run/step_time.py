@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -202,7 +202,7 @@ def workload(
     precision = build_precision(config)
     gathered = config.compress.gather or precision.compute
     reduced = precision.exchange or precision.gradients
-    parts, bubble = _pipeline(config, mesh)
+    pipeline = _pipeline(config, mesh)
     context = _context(config, platform)
     heads = config.model.attention_width
     kv_width = heads
@@ -234,9 +234,9 @@ def workload(
         sequence=config.data.sequence,
         batch=config.data.batch,
         mesh={axis: mesh.sizes[axis] for axis in AXES},
-        microbatches=config.accumulate * parts,
+        microbatches=config.accumulate * pipeline.microbatches,
         quantized=model.quantized,
-        recomputed=_recomputed_share(remat, model) / remat.every,
+        recomputed=_recomputed_share(remat, model) / remat.every + pipeline.recomputes,
         recomputes_attention=remat.kind != "none" and _CORE not in remat.names,
         # Gradients of logits are kept if they take no more memory than a chunk's float32 logits.
         kept_logits=4 * config.logits_chunk / element_bytes(precision.compute),
@@ -251,7 +251,7 @@ def workload(
         offloads_state="optimizer_state" in config.offload,
         offloads_params="params" in config.offload,
         offloaded=_offloaded_bytes(remat, widths, model.hidden),
-        bubble=bubble,
+        bubble=pipeline.bubble,
         context=context,
         in_chunks=config.attention == "chunked" or (context == "ring" and mesh.sequence > 1),
         gathered_axes=config.rules.gathered_axes,
@@ -472,25 +472,41 @@ def _data_share(
     return min(1.0, 4 * rank * (rows + columns) / (rows * columns * exchange))
 
 
-def _pipeline(config: TrainConfig, mesh: MeshShape) -> tuple[int, float]:
-    """Return the microbatches, and the idle time of a stage relative to its work."""
+class _Pipeline(NamedTuple):
+    """What a step's time needs to know of its pipeline.
+
+    Attributes:
+        bubble: Idle time of a stage, relative to its work.
+        recomputes: Whether backward tasks run the forward pass again.
+    """
+
+    microbatches: int
+    bubble: float
+    recomputes: bool
+
+
+def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
+    """Return the numbers of the pipeline over `mesh.pipe`."""
     pipeline = config.pipeline
     microbatches = pipeline.microbatches
     chunks = pipeline.chunks
     if mesh.pipe == 1:
-        return microbatches or 1, 0.0
+        return _Pipeline(microbatches or 1, 0.0, recomputes=False)
+    has_flush = pipeline.schedule != "pipedream"
     if not microbatches or pipeline.schedule.endswith(".csv"):
         schedule = build_schedule(config, abstract_mesh(mesh))
         assert schedule is not None
         microbatches = schedule.microbatches
         chunks = schedule.chunks
+        has_flush = schedule.flush
+    if not has_flush:
+        return _Pipeline(microbatches, 0.0, recomputes=True)
     if not chunks:
         chunks = 1
         if pipeline.schedule == "interleaved":
             chunks = 2
-    if pipeline.schedule == "pipedream":
-        return microbatches, 0.0
-    return microbatches, (mesh.pipe - 1) / (microbatches * chunks)
+    bubble = (mesh.pipe - 1) / (microbatches * chunks)
+    return _Pipeline(microbatches, bubble, pipeline.recompute)
 
 
 def _bytes(entries: Iterable[PlanEntry]) -> float:

@@ -135,11 +135,15 @@ def test_a_dropped_microbatch_is_noticed():
     assert {row.what for row in result.rows if not row.ok} == {"gradients", "loss"}
 
 
-def test_a_stale_input_is_noticed():
-    """The control of the slots: a backward task that reads another microbatch's input gives other gradients."""
-    whole = tick_table("1f1b", 2)
-    slots = np.where(whole.backward_slot > 0, whole.backward_slot - 1, whole.backward_slot)
-    assert not parity(dataclasses.replace(whole, backward_slot=slots)).ok
+@pytest.mark.parametrize(
+    ("recompute", "column"), [(False, "backward_saved_slot"), (True, "backward_slot")]
+)
+def test_a_stale_slot_is_noticed(recompute, column):
+    """The control of the slots: a backward task that reads what another microbatch left gives other gradients."""
+    whole = tabulate(make_schedule("1f1b", 2, MICROBATCHES), recompute=recompute)
+    right = getattr(whole, column)
+    stale = np.where(right > 0, right - 1, right)
+    assert not parity(dataclasses.replace(whole, **{column: stale})).ok
 
 
 ROUTED = dataclasses.replace(

@@ -19,7 +19,7 @@ from spmd.pipeline.schedule import (
     repeat_schedule,
 )
 from spmd.pipeline.schedule_files import read_schedule, to_csv
-from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.schedules import SCHEDULES, make_schedule
 from spmd.pipeline.simulate import simulate, tick_grid
 from spmd.pipeline.zero_bubble import fill_bubbles
 
@@ -340,14 +340,14 @@ def test_bad_values(make, expected: str) -> None:
     assert expected in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "chunks"), EACH)
-def test_csv(name: str, chunks: int, tmp_path) -> None:
-    """A schedule that was written is read back with the orders it had."""
-    schedule = make_schedule(name, 4, 8, chunks)
-    (tmp_path / "mine.csv").write_text(to_csv(schedule), encoding="utf-8")
-    assert read_schedule(tmp_path / "mine.csv") == dataclasses.replace(
-        schedule, name="mine", flush=True
-    )
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_csv(name: str, tmp_path) -> None:
+    """A schedule that was written is read back whole: orders, placement, and whether it has a flush."""
+    schedule = make_schedule(name, 4, 8, dict(EACH).get(name, 1))
+    text = to_csv(schedule)
+    (tmp_path / "mine.csv").write_text(text, encoding="utf-8")
+    assert read_schedule(tmp_path / "mine.csv") == dataclasses.replace(schedule, name="mine")
+    assert text.count("#") == (schedule.placement == "v") + (not schedule.flush)
 
 
 GOOD = "F0,F1,,BW0,,BW1\n,F0,BW0,F1,BW1,\n"
@@ -398,6 +398,11 @@ def test_csv_dialects(text: str, tmp_path) -> None:
         ("F0,BW0\n,\n", ["stage 1: tasks are missing: F0 BW0"]),
         ("F0,BW0,F99999999999\n", ["missing: F1 BW1 F2 BW2 F3 BW3 F4 BW4 and more"]),
         ('"F0', ["cannot be read"]),
+        (
+            "# placement=w\n# flushes=no\n" + GOOD,
+            ["line 1: '# placement=w' is no setting", "line 2:", "# placement=v or # flush=yes"],
+        ),
+        ("# placement=v\n" + GOOD, ['"v" has two chunks per stage']),
     ],
 )
 def test_bad_csv(text: str, expected: list[str], tmp_path) -> None:

@@ -30,6 +30,7 @@ class Replay:
         self.table = table
         self.last = stages * table.chunks - 1
         self.inputs: list[list[Value]] = [[None] * table.depth for _ in range(stages)]
+        self.saved: list[list[Value]] = [[None] * table.saved_depth for _ in range(stages)]
         self.gradients: list[list[Value]] = [[None] * table.gradient_depth for _ in range(stages)]
         self.sent: list[Value] = [None] * stages
         self.sent_back: list[Value] = [None] * stages
@@ -76,13 +77,18 @@ class Replay:
         if group == 0:
             self.put(self.inputs[stage], do["forward_slot"], task)
         self.take(self.inputs[stage], do["forward_slot"], task, "input")
+        if self.table.saved_depth:
+            self.put(self.saved[stage], do["forward_saved_slot"], task)
         self.forward[task] += 1
         self.sent[stage] = do["forward"], group + 1
 
     def run_backward(self, stage: int, do: dict[str, int]) -> None:
         group = do["backward_chunk"] * self.table.stages + stage
         task = do["backward"], group
-        self.take(self.inputs[stage], do["backward_slot"], task, "stored input")
+        if self.table.saved_depth:
+            self.take(self.saved[stage], do["backward_saved_slot"], task, "saved arrays")
+        else:
+            self.take(self.inputs[stage], do["backward_slot"], task, "stored input")
         if group < self.last:
             self.take(self.gradients[stage], do["gradient_slot"], task, "gradient")
         elif do["gradient_slot"] != IDLE:
@@ -101,7 +107,8 @@ def replay(table: TickTable) -> list[str]:
     played = Replay(table)
     for tick in range(table.ticks):
         played.tick(tick)
-    played.check_counts("forward", played.forward, played.last)
+    # Where backward tasks run the forward pass again, the last group has no other.
+    played.check_counts("forward", played.forward, played.last + bool(table.saved_depth))
     played.check_counts("backward", played.backward, played.last + 1)
     return played.problems
 
@@ -151,18 +158,18 @@ def any_order(draw: st.DrawFn) -> Schedule:
 
 
 @settings(max_examples=60, deadline=None)
-@given(named())
-def test_every_task_finds_its_own(schedule: Schedule) -> None:
-    """Every task runs once, and finds its own input and gradient in its slots: arrived, and not overwritten."""
-    assert replay(tabulate(schedule)) == []
+@given(named(), st.booleans())
+def test_every_task_finds_its_own(schedule: Schedule, recompute: bool) -> None:
+    """Every task runs once, and finds its own arrays in its slots: arrived, and not overwritten."""
+    assert replay(tabulate(schedule, recompute=recompute)) == []
 
 
 @settings(max_examples=60, deadline=None)
-@given(any_order())
-def test_any_legal_order(schedule: Schedule) -> None:
+@given(any_order(), st.booleans())
+def test_any_legal_order(schedule: Schedule, recompute: bool) -> None:
     """An order that nobody would write down is put in step as well, if it can be run at all."""
     assert check_schedule(schedule) == []
-    assert replay(tabulate(schedule)) == []
+    assert replay(tabulate(schedule, recompute=recompute)) == []
 
 
 def test_a_file_in_another_order(tmp_path: Path) -> None:
@@ -187,6 +194,7 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
     )
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -196,13 +204,15 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
     ],
     ids=lambda schedule: schedule.name,
 )
-def test_replay_control(schedule: Schedule) -> None:
+def test_replay_control(schedule: Schedule, recompute: bool) -> None:
     """Whichever entry of the tables is another number, the replay reports it."""
-    table = tabulate(schedule)
+    table = tabulate(schedule, recompute=recompute)
     slots = {
         "receive_slot": table.depth,
         "forward_slot": table.depth,
+        "forward_saved_slot": table.saved_depth,
         "backward_slot": table.depth,
+        "backward_saved_slot": table.saved_depth,
         "gradient_receive_slot": table.gradient_depth,
         "gradient_slot": table.gradient_depth,
     }
@@ -227,12 +237,12 @@ def test_replay_control(schedule: Schedule) -> None:
 @settings(max_examples=80, deadline=None)
 @given(named(), st.integers(1, 5), st.integers(1, 5))
 def test_time(schedule: Schedule, forward: int, backward: int) -> None:
-    """It takes as long as its published schedule, less one forward task: the last group's, which is the first
-    half of its backward task, so the first of them delays nothing."""
+    """It takes as long as its published schedule; where backward tasks run the forward pass again, less one forward
+    task: the last group's, which is the first half of its backward task, so the first of them delays nothing."""
     makespan = simulate(schedule, forward=forward, backward=backward, weight=0).makespan
-    assert tabulate(schedule).time(forward, backward) == pytest.approx(
-        makespan - forward / schedule.chunks
-    )
+    assert tabulate(schedule).time(forward, backward) == pytest.approx(makespan)
+    again = tabulate(schedule, recompute=True).time(forward, backward)
+    assert again == pytest.approx(makespan - forward / schedule.chunks)
 
 
 @settings(max_examples=60, deadline=None)
@@ -244,7 +254,9 @@ def test_depth(schedule: Schedule) -> None:
         most = {"gpipe": schedule.microbatches, "1f1b": 2 * (schedule.stages - 1) + 1}[
             schedule.name
         ]
-        assert table.depth == min(schedule.microbatches, most)
+        assert table.saved_depth == min(schedule.microbatches, most)
+        assert tabulate(schedule, recompute=True).depth == table.saved_depth
+    assert table.depth == 1, "the input of a forward task is read as soon as it arrives"
     assert table.gradient_depth == 1
 
 
@@ -254,7 +266,7 @@ def test_interleaved_is_flat(stages: int, chunks: int) -> None:
     schedules = [
         make_schedule("interleaved", stages, turns * stages, chunks) for turns in (2, 3, 8)
     ]
-    depths = {tabulate(schedule).depth for schedule in schedules}
+    depths = {tabulate(schedule).saved_depth for schedule in schedules}
     assert (
         depths
         == {max(simulate(schedules[0]).peak_in_flight)}
@@ -287,3 +299,6 @@ def test_refused() -> None:
         "has the placement 'v'",
         "splits the backward pass into B and W",
     ]
+    odd = dataclasses.replace(make_schedule("gpipe", 2, 4), flush=False)
+    with pytest.raises(ScheduleError, match="has no flush, and another order than 1F1B's"):
+        tabulate(odd)
