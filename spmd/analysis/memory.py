@@ -38,7 +38,7 @@ CATEGORIES = {
     "batch": "batch",
     "grads": "gradients",
     "activations": "saved activations",
-    "stages": "stage inputs",
+    "stages": "slots of stages",
     "logits": "logits and loss",
     "collectives": "gathered arrays",
     "temporaries": "temporaries",
@@ -391,7 +391,7 @@ def _at_peak(
 
 
 def _stage_bytes(buffers: Iterable[Buffer], shapes: Mapping[tuple[int, ...], str]) -> int:
-    """Return the bytes of the inputs of pipeline stages, on the device or in host memory."""
+    """Return the bytes of the slots of pipeline stages, on the device or in host memory."""
     size = 0
     for buffer in buffers:
         if _category(buffer, shapes) == "stages":

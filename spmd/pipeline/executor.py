@@ -9,7 +9,7 @@ previous stage                   │             while the backward task compute
                                  ▼
 to the previous  ◀───────── backward task ◀── gradient from the next stage, in its slot
 stage, while the                 │
-forward task computes            └──▶ accumulated into the stage's gradients
+forward task computes            └──▶ [slots ──▶ task of weight gradients] ──▶ totals
 ```
 """
 
@@ -24,7 +24,13 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.gradients.losses import Sums
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
-from spmd.pipeline.stage_layers import RecomputedLayers, SavedLayers, StageLayers
+from spmd.pipeline.stage_layers import (
+    DeferredLayers,
+    Microbatch,
+    RecomputedLayers,
+    SavedLayers,
+    StageLayers,
+)
 from spmd.pipeline.tick_table import IDLE, TickTable
 from spmd.plan.fsdp import zero_gradients
 from spmd.plan.scopes import comm_scope, in_scope
@@ -35,7 +41,8 @@ SLOTS = "stage_slots"
 Carry = dict[str, Any]
 """The carry of the scan.
 
-It has slots for `inputs`, what is `saved` between tasks, and `gradients`; the streams `arrived` (from the previous stage) and
+It has slots for `inputs`, what is `saved` of forward tasks, what is `deferred` to tasks of weight
+gradients, and `gradients`; the streams `arrived` (from the previous stage) and
 `sent_back` (to it in the next tick); and `totals`: gradients of layers `[version · chunk, …]`, of
 all other parameters `[version, …]`, and sums `[version]`.
 """
@@ -49,6 +56,7 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     return {
         "inputs": zeros(stream, table.depth),
         "saved": zeros(layers.saved, table.saved_depth),
+        "deferred": zeros(layers.deferred, table.deferred_depth),
         "gradients": zeros(stream, table.gradient_depth),
         "arrived": empty,
         "sent_back": empty,
@@ -63,7 +71,10 @@ def stage_layers(
     if not table.saved_depth:
         return RecomputedLayers(model)
     first_chunk, own = jax.tree.map(lambda x: x[0], (chunks, shared))
-    return SavedLayers(model, first_chunk, own, empty)
+    example = Microbatch(first_chunk, own, jnp.int32(0), jnp.int32(0))
+    if not table.deferred_depth:
+        return SavedLayers(model, example, empty)
+    return DeferredLayers(model, example, empty)
 
 
 def run_ticks(
@@ -120,7 +131,11 @@ class _Stage:
         arrived = self._send(output, by=1)  # while the backward task computes
         gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
         slots = {"inputs": inputs, "saved": saved, "gradients": gradients}
-        sent_back, totals = self._run_backward(carry["totals"], row, slots)
+        sent_back, deferred, totals = self._run_backward(
+            carry["deferred"], carry["totals"], row, slots
+        )
+        slots["deferred"] = deferred
+        totals = self._run_weights(totals, row, slots)
         d_chunks, d_shared, sums = totals
         d_shared = self._run_embedding_backward(d_shared, rows, sent_back)
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
@@ -129,6 +144,15 @@ class _Stage:
 
     def _send(self, stream: Stream, by: int) -> Stream:
         return shift(stream, self.table.stages, by, chunks=self.table.chunks)
+
+    def _at(self, i: jax.Array, chunk: jax.Array) -> Microbatch:
+        """Return the arguments of a task."""
+        layers = select_chunk(self.chunks, self._group(i, chunk))
+        return Microbatch(layers, select_chunk(self.shared, self._version(i)), i, chunk)
+
+    def _group(self, i: jax.Array, chunk: jax.Array) -> jax.Array:
+        """Return the index of a chunk of layers in the version of a microbatch."""
+        return self._version(i) * self.table.chunks + chunk
 
     def _version(self, i: jax.Array) -> jax.Array:
         """Return the index of a microbatch's version of the weights."""
@@ -158,18 +182,10 @@ class _Stage:
         """Run the forward task, if there is one; return its output, and slots of what is kept."""
 
         def forward(saved: Any) -> tuple[Stream, Any]:
-            i = row["forward"]
-            chunk = row["forward_chunk"]
-            layers = select_chunk(self.chunks, self._version(i) * self.table.chunks + chunk)
-            own = select_chunk(self.shared, self._version(i))
+            at = self._at(row["forward"], row["forward_chunk"])
             stream = read_slot(inputs, row["forward_slot"])
-            output, kept = self.layers.forward(layers, own, stream, i, chunk)
-            slot = row["forward_saved_slot"]
-
-            def put(slots: jax.Array, x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_update_index_in_dim(slots, x, slot, 0)
-
-            return output, jax.tree.map(put, saved, kept)
+            output, kept = self.layers.forward(at, stream)
+            return output, put_slot(saved, row["forward_saved_slot"], kept)
 
         def idle(saved: Any) -> tuple[Stream, Any]:
             return self.empty, saved
@@ -177,57 +193,74 @@ class _Stage:
         return cond(row["forward"] >= 0, forward, idle, saved)
 
     def _run_backward(
-        self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
-    ) -> tuple[Stream, Any]:
-        """Run the backward task, if there is one; return the gradient of its input, and totals."""
-        chunks = self.chunks
+        self, deferred: Any, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
+    ) -> tuple[Stream, Any, Any]:
+        """Run the backward task, if there is one.
 
-        def backward(totals: Any) -> tuple[Stream, Any]:
-            i = row["backward"]
-            chunk = row["backward_chunk"]
-            own = select_chunk(self.shared, self._version(i))
-            group = self._version(i) * self.table.chunks + chunk
-            d_chunks, d_shared, sums = totals
-            layers = select_chunk(chunks, group)
+        Return the gradient of its input, slots of what is deferred, and totals.
+        """
+
+        def backward(deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
+            at = self._at(row["backward"], row["backward_chunk"])
             stream = read_slot(slots["inputs"], row["backward_slot"])
             kept = read_slot(slots["saved"], row["backward_saved_slot"])
-            left, pull = self.layers.backward(layers, own, stream, kept, i, chunk)
-            d_left, d_shared, sums = self._output_gradient(
-                row, slots["gradients"], own, left, d_shared, sums
-            )
-            d_layers, d_own, d_entered = pull(d_left)
-            d_chunks = accumulate_at(d_chunks, d_layers, group)
-            d_shared = accumulate_at(d_shared, d_own, self._version(i))
-            return d_entered, (d_chunks, d_shared, sums)
+            left, pull = self.layers.backward(at, stream, kept)
+            d_left, totals = self._output_gradient(row, slots["gradients"], at, left, totals)
+            d_entered, found = pull(d_left)
+            if self.table.deferred_depth:  # a task of its own adds the gradients of weights
+                deferred = put_slot(deferred, row["backward_deferred_slot"], found)
+            else:
+                totals = self._add_weights(at, kept, found, totals)
+            return d_entered, deferred, totals
 
-        def idle(totals: Any) -> tuple[Stream, Any]:
-            return self.empty, totals
+        def idle(deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
+            return self.empty, deferred, totals
 
-        return cond(row["backward"] >= 0, backward, idle, totals)
+        return cond(row["backward"] >= 0, backward, idle, deferred, totals)
+
+    def _run_weights(
+        self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
+    ) -> Any:
+        """Run the task of weight gradients, if there is one; return totals."""
+        if not self.table.deferred_depth:
+            return totals
+
+        def weights(totals: Any) -> Any:
+            at = self._at(row["weight"], row["weight_chunk"])
+            kept = read_slot(slots["saved"], row["weight_saved_slot"])
+            found = read_slot(slots["deferred"], row["weight_deferred_slot"])
+            return self._add_weights(at, kept, found, totals)
+
+        return cond(row["weight"] >= 0, weights, lambda totals: totals, totals)
+
+    def _add_weights(self, at: Microbatch, kept: Any, found: Any, totals: Any) -> Any:
+        """Add the gradients of layers and of other parameters to the totals."""
+        d_chunks, d_shared, sums = totals
+        d_layers, d_own = self.layers.weight_gradients(at, kept, found)
+        d_chunks = accumulate_at(d_chunks, d_layers, self._group(at.number, at.chunk))
+        d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
+        return d_chunks, d_shared, sums
 
     def _output_gradient(
-        self,
-        row: dict[str, jax.Array],
-        gradients: Any,
-        own: Any,
-        left: Stream,
-        d_shared: Any,
-        sums: Sums,
-    ) -> tuple[Stream, Any, Sums]:
+        self, row: dict[str, jax.Array], gradients: Any, at: Microbatch, left: Stream, totals: Any
+    ) -> tuple[Stream, Any]:
         """Return the gradient of the output of a backward task, and totals.
 
         The last virtual stage starts from the loss, and adds the sums of the loss and the gradient
         of its parameters to the totals; others have the gradient from the next stage.
         """
-        i = row["backward"]
+        d_chunks, d_shared, sums = totals
 
         def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
             _, pull, found = jax.vjp(
-                lambda shared, x: self.model.head(shared, x, i), own, left, has_aux=True
+                lambda shared, x: self.model.head(shared, x, at.number),
+                at.shared,
+                left,
+                has_aux=True,
             )
             d_own, d_left = pull(self.scale)
-            d_shared = accumulate_at(d_shared, d_own, self._version(i))
-            sums = accumulate_at(sums, found, self._version(i))
+            d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
+            sums = accumulate_at(sums, found, self._version(at.number))
             return d_left, d_shared, sums
 
         def from_next_stage(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
@@ -235,7 +268,8 @@ class _Stage:
 
         is_last_stage = self.number == self.table.stages - 1
         is_last = is_last_stage & (row["backward_chunk"] == self.table.chunks - 1)
-        return cond(is_last, from_loss, from_next_stage, d_shared, sums)
+        d_left, d_shared, sums = cond(is_last, from_loss, from_next_stage, d_shared, sums)
+        return d_left, (d_chunks, d_shared, sums)
 
     def _run_embedding_backward(
         self, d_shared: Any, rows: dict[str, jax.Array], sent_back: Stream
@@ -299,6 +333,15 @@ def write_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(slot >= 0, new, old), index, 0)
 
     return jax.tree.map(write, slots, value, read_slot(slots, index))
+
+
+def put_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
+    """Write a value into a slot that is there."""
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
+
+    return jax.tree.map(put, slots, value)
 
 
 def accumulate_at(total: Any, d: Any, index: jax.Array) -> Any:

@@ -86,7 +86,8 @@ def pipeline_line(setup: TrainSetup) -> str:
     if schedule is None:
         return ""
     name = f"{schedule.name}, {schedule.microbatches} microbatches"
-    return f"\npipeline {name}; {describe_execution(schedule)}"
+    execution = describe_execution(schedule, recompute=setup.config.pipeline.recompute)
+    return f"\npipeline {name}; {execution}"
 
 
 def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
