@@ -200,10 +200,9 @@ class _Stage:
         Return the gradient of its input, slots of what is deferred, and totals.
         """
 
-        def backward(deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
+        def backward(kept: Any, deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
             at = self._at(row["backward"], row["backward_chunk"])
             stream = read_slot(slots["inputs"], row["backward_slot"])
-            kept = read_slot(slots["saved"], row["backward_saved_slot"])
             left, pull = self.layers.backward(at, stream, kept)
             d_left, totals = self._output_gradient(row, slots["gradients"], at, left, totals)
             d_entered, found = pull(d_left)
@@ -213,10 +212,11 @@ class _Stage:
                 totals = self._add_weights(at, kept, found, totals)
             return d_entered, deferred, totals
 
-        def idle(deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
+        def idle(kept: Any, deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
             return self.empty, deferred, totals
 
-        return cond(row["backward"] >= 0, backward, idle, deferred, totals)
+        kept = take_slot(slots["saved"], row["backward_saved_slot"])
+        return cond(row["backward"] >= 0, backward, idle, kept, deferred, totals)
 
     def _run_weights(
         self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
@@ -225,13 +225,16 @@ class _Stage:
         if not self.table.deferred_depth:
             return totals
 
-        def weights(totals: Any) -> Any:
+        def weights(kept: Any, found: Any, totals: Any) -> Any:
             at = self._at(row["weight"], row["weight_chunk"])
-            kept = read_slot(slots["saved"], row["weight_saved_slot"])
-            found = read_slot(slots["deferred"], row["weight_deferred_slot"])
             return self._add_weights(at, kept, found, totals)
 
-        return cond(row["weight"] >= 0, weights, lambda totals: totals, totals)
+        def idle(kept: Any, found: Any, totals: Any) -> Any:
+            return totals
+
+        kept = take_slot(slots["saved"], row["weight_saved_slot"])
+        found = take_slot(slots["deferred"], row["weight_deferred_slot"])
+        return cond(row["weight"] >= 0, weights, idle, kept, found, totals)
 
     def _add_weights(self, at: Microbatch, kept: Any, found: Any, totals: Any) -> Any:
         """Add the gradients of layers and of other parameters to the totals."""
@@ -333,6 +336,15 @@ def write_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(slot >= 0, new, old), index, 0)
 
     return jax.tree.map(write, slots, value, read_slot(slots, index))
+
+
+def take_slot(slots: Any, slot: jax.Array) -> Any:
+    """Return the contents of a slot for a task, outside of its branch.
+
+    In the branch, XLA brings all slots of an array into the layout that a product prefers, in each
+    tick, to read one. Operands of a branch have the layout of the slots.
+    """
+    return jax.lax.optimization_barrier(read_slot(slots, slot))
 
 
 def put_slot(slots: Any, slot: jax.Array, value: Any) -> Any:

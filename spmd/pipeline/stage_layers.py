@@ -173,7 +173,9 @@ class DeferredLayers(SavedLayers):
 
         program, self._gradients = jax.make_jaxpr(derive, return_shape=True)(results, output)
         d_layers, d_shared, d_stream = self._gradients
-        is_first = [*_flags((d_layers, d_shared), False), *_flags(d_stream, True)]
+        # Gradients of vectors, such as norm scales, take no product, and their operands are wide.
+        is_vector = [d.ndim < 3 for d in _leaves(d_layers)]  # [layer, …]
+        is_first = [*is_vector, *_flags(d_shared, False), *_flags(d_stream, True)]
         self._split = SplitProgram(program, is_first)
 
         def first(*inputs: jax.Array) -> Any:
@@ -182,7 +184,11 @@ class DeferredLayers(SavedLayers):
         first_program, shapes = jax.make_jaxpr(first, return_shape=True)(*results, *_leaves(output))
         self._first_shapes = shapes
         varying = [*self._program.is_kept, *_flags(output, True)]
-        self._first = _Kept(first_program, varying, skip=len(_leaves(d_stream)))
+        outputs, kept = shapes
+        of_stream = len(_leaves(d_stream))
+        of_vectors = len(_leaves(outputs)) - of_stream
+        is_read = [True] * of_vectors + [False] * of_stream + _flags(kept, True)
+        self._first = _Kept(first_program, varying, is_read)
         self.deferred = tuple(itertools.compress(_leaves(shapes), self._first.is_kept))
 
     def backward(
@@ -194,7 +200,8 @@ class DeferredLayers(SavedLayers):
 
         def pull(d_output: Stream) -> tuple[Stream, Any]:
             found = self._first.run([*results, *_leaves(d_output)])
-            d_stream, _ = self._unflatten_first(found)
+            gradients, _ = self._unflatten_first(found)
+            *_, d_stream = self._unflatten_gradients(gradients)
             return d_stream, self._first.kept_of(found)
 
         return output, pull
@@ -203,24 +210,27 @@ class DeferredLayers(SavedLayers):
         self, at: Microbatch, saved: Sequence[jax.Array], found: Any
     ) -> tuple[Any, Any]:
         """Return the gradients of the layers and of other parameters, from what was kept."""
-        results = self._results(at, _zeros(self._stream), saved)
-        d_output = _leaves(_zeros(self._shapes[0]))  # nothing reads it but `restore`
-        inputs = [*results, *d_output]
-        _, kept = self._unflatten_first(self._first.restore(inputs, found))
-        gradients = self._split.run_second(inputs, kept)
-        d_layers, d_shared, _ = self._gradients
-        structure = jax.tree.structure((d_layers, d_shared))
-        of_weights = gradients[: structure.num_leaves]
-        found_gradients: tuple[Any, Any] = jax.tree.unflatten(structure, of_weights)
-        return found_gradients
+        output, _ = self._shapes
+        unread = _leaves(_zeros(output))
+        inputs = [*self._results(at, _zeros(self._stream), saved), *unread]
+        vectors, kept = self._unflatten_first(self._first.restore(inputs, found))
+        matrices = self._split.run_second(inputs, kept)
+        gradients = []
+        for vector, matrix in zip(vectors, matrices, strict=True):
+            gradients.append(vector if matrix is None else matrix)
+        d_layers, d_shared, _ = self._unflatten_gradients(gradients)
+        return d_layers, d_shared
 
-    def _unflatten_first(self, results: Sequence[jax.Array]) -> tuple[Stream, Any]:
-        """Return the gradient of the input, and what the second part reads."""
+    def _unflatten_first(self, results: Sequence[jax.Array]) -> tuple[list[Any], Any]:
+        """Return the gradients that the first part finds, and what the second part reads."""
         outputs, kept = jax.tree.unflatten(jax.tree.structure(self._first_shapes), results)
-        *_, d_stream = self._gradients
-        structure = jax.tree.structure(d_stream)
-        of_stream = outputs[len(outputs) - structure.num_leaves :]
-        return jax.tree.unflatten(structure, of_stream), kept
+        return outputs, kept
+
+    def _unflatten_gradients(self, gradients: Sequence[Any]) -> tuple[Any, Any, Stream]:
+        d_layers, d_shared, d_stream = jax.tree.unflatten(
+            jax.tree.structure(self._gradients), gradients
+        )
+        return d_layers, d_shared, d_stream
 
 
 class _Kept:
@@ -228,17 +238,20 @@ class _Kept:
 
     Args:
         varying: A flag for each input; results that depend on such inputs are kept.
-        skip: The number of first results that are not needed again.
+        is_read: A flag for each result: it is needed again; by default all are.
     """
 
-    def __init__(self, program: ClosedJaxpr, varying: Sequence[bool], skip: int = 0) -> None:
-        self.is_kept = dependent_outputs(program, varying)
-        self.is_kept[:skip] = [False] * skip
-        self._skip = skip
+    def __init__(
+        self, program: ClosedJaxpr, varying: Sequence[bool], is_read: Sequence[bool] = ()
+    ) -> None:
+        depends = dependent_outputs(program, varying)
+        self._is_read = is_read or [True] * len(depends)
+        pairs = list(zip(depends, self._is_read, strict=True))
+        self.is_kept = [varies and read for varies, read in pairs]
         self._program = program
-        is_again = [not kept for kept in self.is_kept]
-        is_again[:skip] = [False] * skip
-        part, _ = dce_jaxpr(program.jaxpr, is_again, instantiate=True)
+        part, _ = dce_jaxpr(
+            program.jaxpr, [read and not varies for varies, read in pairs], instantiate=True
+        )
         self._again = ClosedJaxpr(part, program.consts)
 
     @property
@@ -262,9 +275,14 @@ class _Kept:
         """
         again = iter(jaxpr_as_fun(self._again)(*inputs))
         remaining = iter(kept)
-        results: list[Any] = [None] * self._skip
-        for is_kept in self.is_kept[self._skip :]:
-            results.append(next(remaining if is_kept else again))
+        results = list[Any]()
+        for is_kept, is_read in zip(self.is_kept, self._is_read, strict=True):
+            if not is_read:
+                results.append(None)
+            elif is_kept:
+                results.append(next(remaining))
+            else:
+                results.append(next(again))
         return results
 
 

@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "expert": ("1", "2"),
     "sequence": ("1", "ring", "all-to-all"),
     "tensor": ("1", "width", "tokens"),
-    "pipe": ("1", "gpipe", "1f1b", "interleaved"),
+    "pipe": ("1", "gpipe", "1f1b", "interleaved", "zero-bubble"),
     "accumulate": ("1", "2"),
     "remat": ("none", "full", "selective", "save:attention_out", "offload:attention_out"),
     "precision": (EXACT, "bf16", "bf16-params"),
@@ -44,6 +44,7 @@ def is_possible(row: Row) -> bool:
         1 < math.prod(sizes.values()) <= DEVICES
         and not (row["expert"] != "1" and not row["model"].startswith("mixtral"))
         and not (row["sequence"] == "ring" and (row["attention"] == "xla" or row["pipe"] != "1"))
+        and not (row["remat"].startswith("offload") and row["pipe"] != "1")
         and not (offloads_params and (row["pipe"] != "1" or row["remat"] in ("none", "selective")))
     )
 

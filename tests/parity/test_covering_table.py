@@ -43,6 +43,13 @@ MODELS: dict[str, tuple[ModelConfig, Rules]] = {
     "mixtral": (mixtral.mixtral(**SHAPE, d_ff=16, router=ROUTER), MIXTRAL),
     "mixtral-capacity": (mixtral.mixtral(**SHAPE, d_ff=16, router=UNLIMITED), MIXTRAL),
 }
+PIPELINES = {
+    "1": PipelineConfig(),
+    **{
+        name: PipelineConfig(name, MICROBATCHES)
+        for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    },
+}
 BATCHES = token_batches((BATCH, SEQUENCE), VOCAB, steps=2)
 TABLE = LAYOUTS.read_table()
 # In bfloat16 (1e-3 and 3e-1 were seen) gross errors show, and nothing else: every pair of other
@@ -68,9 +75,7 @@ def config_of(row: Row) -> TrainConfig:
         attention=row["attention"],
         context="ring" if row["sequence"] == "1" else row["sequence"],
         offload=() if row["offload"] == "nothing" else tuple(row["offload"].split("+")),
-        pipeline=PipelineConfig()
-        if row["pipe"] == "1"
-        else PipelineConfig(row["pipe"], MICROBATCHES),
+        pipeline=PIPELINES[row["pipe"]],
         optimizer=spmd.OptimizerConfig(
             name="sgd", learning_rate=0.1, schedule="constant", clip_norm=0.5
         ),
