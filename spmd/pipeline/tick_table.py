@@ -326,6 +326,9 @@ def describe_execution(schedule: Schedule, *, recompute: bool = False) -> str:
     table = tabulate(schedule, recompute=recompute)
     ticks = f"{table.ticks} ticks of a forward and a backward task"
     held = f"a stage holds what remat saves of at most {table.saved_depth} tasks"
+    if table.deferred_depth:
+        ticks = f"{table.ticks} ticks of a forward task, a backward task and one of weight gradients"
+        held += f", and operands of weight gradients of {table.deferred_depth}"
     if not table.saved_depth:
         held = f"a stage holds the inputs of at most {table.depth} tasks, and runs forward again"
     if schedule.flush:
