@@ -15,15 +15,13 @@ from spmd.pipeline.simulate import ScheduleTimeline, Slot
 NAMES = {
     "F": "forward",
     "BW": "backward",
-    "B": "gradient of the input",
-    "W": "gradients of the weights",
 }
 IDLE = "·"
 # One character for a microbatch, from the last digit of its number.
-DIGITS = {"F": "0123456789", "BW": "ABCDEFGHIJ", "B": "ABCDEFGHIJ", "W": "abcdefghij"}
+DIGITS = {"F": "0123456789", "BW": "ABCDEFGHIJ"}
 
 # Distinct under every kind of colour blindness, also where the last chunk is lighter by this share.
-COLOURS = {"F": "#0072b2", "BW": "#e69f00", "B": "#e69f00", "W": "#882255"}
+COLOURS = {"F": "#0072b2", "BW": "#e69f00"}
 LIGHTEST = 0.4
 IDLE_COLOUR, INK, PAPER = "#ececec", "#1a1a1a", "#ffffff"
 ROW, GAP, MARGIN, LABEL = 26, 6, 16, 62  # pixels
@@ -52,7 +50,7 @@ def _summary(timeline: ScheduleTimeline) -> str:
     if timeline.batches > 1:
         parts.append(f"{timeline.period:g} for each batch in the steady state")
     parts.append(f"bubble {100 * timeline.bubble:.1f} % of the ideal {timeline.ideal:g}")
-    peaks = " ".join(f"{held:g}" for held in timeline.peak_memory)
+    peaks = " ".join(map(str, timeline.peak_in_flight))
     parts.append(f"peak activations per stage {peaks}")
     if timeline.staleness:
         parts.append(f"weights behind by {timeline.staleness} update")
@@ -396,5 +394,5 @@ def to_json(timeline: ScheduleTimeline) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "peak_in_flight": timeline.peak_in_flight,
-        "orders": to_csv(timeline.schedule).split(),
+        "orders": to_csv(timeline.schedule).splitlines(),
     }

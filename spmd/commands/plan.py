@@ -153,7 +153,9 @@ def run_plan(arguments: list[str]) -> int:
     mesh = mesh_on(command.topology, source)
     if isinstance(command, PlanCommand) and command.schedule:
         # Before the step, which some schedules cannot run.
-        return _print_schedule(command, build_schedule(command.config, mesh))
+        schedule = build_schedule(command.config, mesh)
+        recompute = command.config.pipeline.recompute
+        return _print_schedule(command, schedule, recompute=recompute)
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
     planned = source.on(mesh, topology.chip.device_kind)
     start = source.start(planned)
@@ -332,12 +334,12 @@ def mesh_on(topology: str, source: StepSource) -> AnyMesh:
         raise MeshError(f"The mesh does not fit {topology}:", problems) from None
 
 
-def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
+def _print_schedule(command: PlanCommand, schedule: Schedule | None, *, recompute: bool) -> int:
     if schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("No pipeline schedule to draw:", [problem])
     timeline = simulate(schedule)
-    execution = describe_execution(schedule)
+    execution = describe_execution(schedule, recompute=recompute)
     if command.svg:
         write_svg(timeline, command.svg)
     if command.json:

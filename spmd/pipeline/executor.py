@@ -9,7 +9,7 @@ previous stage                   │             while the backward task compute
                                  ▼
 to the previous  ◀───────── backward task ◀── gradient from the next stage, in its slot
 stage, while the                 │
-forward task computes            └──▶ [slots ──▶ task of weight gradients] ──▶ totals
+forward task computes            └──▶ accumulated into the stage's gradients
 ```
 """
 
@@ -24,13 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.gradients.losses import Sums
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
-from spmd.pipeline.stage_layers import (
-    DeferredLayers,
-    Microbatch,
-    RecomputedLayers,
-    SavedLayers,
-    StageLayers,
-)
+from spmd.pipeline.stage_layers import Microbatch, RecomputedLayers, SavedLayers, StageLayers
 from spmd.pipeline.tick_table import IDLE, TickTable
 from spmd.plan.fsdp import zero_gradients
 from spmd.plan.scopes import comm_scope, in_scope
@@ -41,10 +35,9 @@ SLOTS = "stage_slots"
 Carry = dict[str, Any]
 """The carry of the scan.
 
-It has slots for `inputs`, what is `saved` of forward tasks, what is `deferred` to tasks of weight
-gradients, and `gradients`; the streams `arrived` (from the previous stage) and
-`sent_back` (to it in the next tick); and `totals`: gradients of layers `[version · chunk, …]`, of
-all other parameters `[version, …]`, and sums `[version]`.
+It has slots for `inputs`, what is `saved` between tasks, and `gradients`; the streams `arrived`
+(from the previous stage) and `sent_back` (to it in the next tick); and `totals`: gradients of
+layers `[version · chunk, …]`, of all other parameters `[version, …]`, and sums `[version]`.
 """
 
 
@@ -56,7 +49,6 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     return {
         "inputs": zeros(stream, table.depth),
         "saved": zeros(layers.saved, table.saved_depth),
-        "deferred": zeros(layers.deferred, table.deferred_depth),
         "gradients": zeros(stream, table.gradient_depth),
         "arrived": empty,
         "sent_back": empty,
@@ -72,9 +64,7 @@ def stage_layers(
         return RecomputedLayers(model)
     first_chunk, own = jax.tree.map(lambda x: x[0], (chunks, shared))
     example = Microbatch(first_chunk, own, jnp.int32(0), jnp.int32(0))
-    if not table.deferred_depth:
-        return SavedLayers(model, example, empty)
-    return DeferredLayers(model, example, empty)
+    return SavedLayers(model, example, empty)
 
 
 def run_ticks(
@@ -131,11 +121,7 @@ class _Stage:
         arrived = self._send(output, by=1)  # while the backward task computes
         gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
         slots = {"inputs": inputs, "saved": saved, "gradients": gradients}
-        sent_back, deferred, totals = self._run_backward(
-            carry["deferred"], carry["totals"], row, slots
-        )
-        slots["deferred"] = deferred
-        totals = self._run_weights(totals, row, slots)
+        sent_back, totals = self._run_backward(carry["totals"], row, slots)
         d_chunks, d_shared, sums = totals
         d_shared = self._run_embedding_backward(d_shared, rows, sent_back)
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
@@ -193,56 +179,26 @@ class _Stage:
         return cond(row["forward"] >= 0, forward, idle, saved)
 
     def _run_backward(
-        self, deferred: Any, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
-    ) -> tuple[Stream, Any, Any]:
-        """Run the backward task, if there is one.
+        self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
+    ) -> tuple[Stream, Any]:
+        """Run the backward task, if there is one; return the gradient of its input, and totals."""
 
-        Return the gradient of its input, slots of what is deferred, and totals.
-        """
-
-        def backward(kept: Any, deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
+        def backward(kept: Any, totals: Any) -> tuple[Stream, Any]:
             at = self._at(row["backward"], row["backward_chunk"])
             stream = read_slot(slots["inputs"], row["backward_slot"])
             left, pull = self.layers.backward(at, stream, kept)
             d_left, totals = self._output_gradient(row, slots["gradients"], at, left, totals)
-            d_entered, found = pull(d_left)
-            if self.table.deferred_depth:  # a task of its own adds the gradients of weights
-                deferred = put_slot(deferred, row["backward_deferred_slot"], found)
-            else:
-                totals = self._add_weights(at, kept, found, totals)
-            return d_entered, deferred, totals
+            d_layers, d_own, d_entered = pull(d_left)
+            d_chunks, d_shared, sums = totals
+            d_chunks = accumulate_at(d_chunks, d_layers, self._group(at.number, at.chunk))
+            d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
+            return d_entered, (d_chunks, d_shared, sums)
 
-        def idle(kept: Any, deferred: Any, totals: Any) -> tuple[Stream, Any, Any]:
-            return self.empty, deferred, totals
+        def idle(kept: Any, totals: Any) -> tuple[Stream, Any]:
+            return self.empty, totals
 
         kept = take_slot(slots["saved"], row["backward_saved_slot"])
-        return cond(row["backward"] >= 0, backward, idle, kept, deferred, totals)
-
-    def _run_weights(
-        self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
-    ) -> Any:
-        """Run the task of weight gradients, if there is one; return totals."""
-        if not self.table.deferred_depth:
-            return totals
-
-        def weights(kept: Any, found: Any, totals: Any) -> Any:
-            at = self._at(row["weight"], row["weight_chunk"])
-            return self._add_weights(at, kept, found, totals)
-
-        def idle(kept: Any, found: Any, totals: Any) -> Any:
-            return totals
-
-        kept = take_slot(slots["saved"], row["weight_saved_slot"])
-        found = take_slot(slots["deferred"], row["weight_deferred_slot"])
-        return cond(row["weight"] >= 0, weights, idle, kept, found, totals)
-
-    def _add_weights(self, at: Microbatch, kept: Any, found: Any, totals: Any) -> Any:
-        """Add the gradients of layers and of other parameters to the totals."""
-        d_chunks, d_shared, sums = totals
-        d_layers, d_own = self.layers.weight_gradients(at, kept, found)
-        d_chunks = accumulate_at(d_chunks, d_layers, self._group(at.number, at.chunk))
-        d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
-        return d_chunks, d_shared, sums
+        return cond(row["backward"] >= 0, backward, idle, kept, totals)
 
     def _output_gradient(
         self, row: dict[str, jax.Array], gradients: Any, at: Microbatch, left: Stream, totals: Any

@@ -12,19 +12,13 @@ from types import SimpleNamespace
 
 from spmd.errors import Problem, ScheduleError, check_fields
 
-PASSES = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}
-"""Kind of task → its passes."""
-
-ACTIVATIONS = {"F": 1.0, "B": -0.5, "W": -0.5, "BW": -1.0}
-"""Kind of task → its change of the activations that a stage holds (Qi et al., arXiv:2401.10241)."""
-
-IN_FLIGHT = {"F": 1, "B": 0, "W": -1, "BW": -1}
-"""Kind of task → its change of a stage's microbatches (times chunks) between F and W."""
+KINDS = ("F", "BW")
+"""Kinds of tasks."""
 
 Pass = tuple[str, int, int]
-"""`"F"`, `"B"` or `"W"`, the virtual stage, the microbatch."""
+"""Kind of task, virtual stage, microbatch."""
 
-_TASK = re.compile(r"(F|BW|B|W)(\d+)(?:c(\d+))?")
+_TASK = re.compile(r"(F|BW)(\d+)(?:c(\d+))?")
 _LISTED = 8  # missing tasks that an error lists
 
 
@@ -32,9 +26,8 @@ _LISTED = 8  # missing tasks that an error lists
 class Task:
     """One microbatch through one chunk of layers, in one direction.
 
-    Its kind is `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights
-    only; or `"BW"`, the whole backward pass. Its text is the kind and the microbatch, and the chunk
-    unless it is 0: `F3`, `BW0c1`.
+    Its kind is `"F"`, forward, or `"BW"`, backward: the gradients of the input and of the weights.
+    Its text is the kind and the microbatch, and the chunk unless it is 0: `F3`, `BW0c1`.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
@@ -46,7 +39,7 @@ class Task:
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        rules = {"kind": tuple(PASSES), "microbatch": "at least 0", "chunk": "at least 0"}
+        rules = {"kind": KINDS, "microbatch": "at least 0", "chunk": "at least 0"}
         problems = check_fields(self, rules)
         if problems:
             raise ScheduleError("Invalid pipeline task:", problems)
@@ -67,7 +60,7 @@ def parse_task(text: str) -> Task:
     """
     match = _TASK.fullmatch(text)
     if match is None:
-        fix = "F, B, W or BW, a microbatch, and c with a chunk if stages have several: F3, BW0c1"
+        fix = "F or BW, a microbatch, and c with a chunk if stages have several: F3, BW0c1"
         problem = Problem("task", f"{text!r} is not a task", fix=fix)
         raise ScheduleError("Invalid pipeline task:", [problem])
     kind, microbatch, chunk = match.groups()
@@ -78,15 +71,13 @@ def parse_task(text: str) -> Task:
 class Schedule:
     """The tasks of every stage of a pipeline, in order.
 
-    The model is split into `stages * chunks` virtual stages.
+    The model is split into `stages * chunks` virtual stages: chunk 1 of the first stage follows
+    chunk 0 of the last, and so on.
 
     Args:
         name: The name in error messages.
         chunks: Chunks of layers on each stage.
         orders: For each stage its tasks, in the order of execution.
-        placement: Assignment of virtual stages to stages. `"loop"`: chunk 1 of the first stage
-            follows chunk 0 of the last, and so on. `"v"`: two chunks, and the second runs from the
-            last stage back to the first.
         flush: Whether a batch ends before the next begins. Without a flush `orders` are those of a
             single batch, and `repeat_schedule` overlaps several.
 
@@ -97,15 +88,11 @@ class Schedule:
     microbatches: int
     chunks: int
     orders: tuple[tuple[Task, ...], ...]
-    placement: str = "loop"
     flush: bool = True
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("stages", "microbatches", "chunks"), "at least 1")
-        problems = check_fields(self, {**counts, "placement": ("loop", "v")})
-        if self.placement == "v" and self.chunks != 2:
-            detail = f"chunks = {self.chunks}"
-            problems.append(Problem("placement", '"v" has two chunks per stage', detail))
+        problems = check_fields(self, counts)
         if problems:
             raise ScheduleError("Invalid pipeline schedule:", problems)
 
@@ -116,20 +103,16 @@ class Schedule:
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Return the virtual stage of a chunk, from 0 (first layers) to `stages * chunks - 1`."""
-        if self.placement == "v" and chunk == 1:
-            stage = self.stages - 1 - stage
         return chunk * self.stages + stage
 
-    def passes(self, stage: int, task: Task) -> tuple[Pass, ...]:
-        """Return the passes of a task of this stage."""
-        virtual_stage = self.virtual_stage(stage, task.chunk)
-        return tuple((kind, virtual_stage, task.microbatch) for kind in PASSES[task.kind])
+    def pass_of(self, stage: int, task: Task) -> Pass:
+        """Return a task of this stage as one of the whole schedule."""
+        return task.kind, self.virtual_stage(stage, task.chunk), task.microbatch
 
     def dependencies(self, stage: int, task: Task) -> tuple[Pass, ...]:
         """Return the passes needed before a task of this stage can start.
 
-        F needs F of the previous virtual stage; B its own F and B of the next virtual stage; W its
-        own B.
+        F needs F of the previous virtual stage; BW its own F and BW of the next virtual stage.
         """
         virtual_stage = self.virtual_stage(stage, task.chunk)
         microbatch = task.microbatch
@@ -137,12 +120,10 @@ class Schedule:
             return ()
         if task.kind == "F":
             return (("F", virtual_stage - 1, microbatch),)
-        if task.kind == "W":
-            return (("B", virtual_stage, microbatch),)
         own_forward = ("F", virtual_stage, microbatch)
         if virtual_stage == self.stages * self.chunks - 1:
             return (own_forward,)
-        return (own_forward, ("B", virtual_stage + 1, microbatch))
+        return (own_forward, ("BW", virtual_stage + 1, microbatch))
 
 
 def check_values(rule: str, **values: float) -> list[Problem]:
@@ -198,7 +179,7 @@ def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int
     pending = set[Pass]()
     for stage, order in enumerate(schedule.orders):
         for task in order:
-            pending.update(schedule.passes(stage, task))
+            pending.add(schedule.pass_of(stage, task))
     ran: list[tuple[int, int]] = []
     following = [0] * schedule.stages
     progress = True
@@ -209,7 +190,7 @@ def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int
                 task = order[following[stage]]
                 if not pending.isdisjoint(schedule.dependencies(stage, task)):
                     break
-                pending.difference_update(schedule.passes(stage, task))
+                pending.discard(schedule.pass_of(stage, task))
                 ran.append((stage, following[stage]))
                 following[stage] += 1
                 progress = True
@@ -239,8 +220,7 @@ def check_schedule(
     for stage, order in enumerate(schedule.orders):
         for tick, task in zip(ticks[stage], order, strict=True):
             problems += _task_problems(schedule, _Run(stage, tick, task), runs)
-            for item in schedule.passes(stage, task):
-                runs.setdefault(item, _Run(stage, tick, task))
+            runs.setdefault(schedule.pass_of(stage, task), _Run(stage, tick, task))
     for stage in range(schedule.stages):
         problems += _missing_problems(schedule, runs, stage)
     problems += _deadlocks(schedule, runs, ticks)
@@ -255,11 +235,10 @@ def _task_problems(schedule: Schedule, run: _Run, runs: Mapping[Pass, _Run]) -> 
         sizes = f"microbatches = {schedule.microbatches}, chunks = {schedule.chunks}"
         detail = f"{sizes}; both count from 0"
         yield Problem(where, f"{task} is outside the schedule", detail)
-    for item in schedule.passes(run.stage, task):
-        if item in runs:
-            what = f"{task} repeats {runs[item].task} of tick {runs[item].tick}"
-            yield Problem(where, what, fix="remove one of them")
-            return
+    first = runs.get(schedule.pass_of(run.stage, task))
+    if first is not None:
+        what = f"{task} repeats {first.task} of tick {first.tick}"
+        yield Problem(where, what, fix="remove one of them")
 
 
 def _missing_problems(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[Problem]:
@@ -279,10 +258,9 @@ def _missing(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[
     for microbatch in range(schedule.microbatches):
         for chunk in range(schedule.chunks):
             virtual_stage = schedule.virtual_stage(stage, chunk)
-            absent = [kind for kind in "FBW" if (kind, virtual_stage, microbatch) not in runs]
-            kinds = " ".join(absent).replace("B W", "BW")
-            for kind in kinds.split():
-                yield str(Task(kind, microbatch, chunk))
+            for kind in KINDS:
+                if (kind, virtual_stage, microbatch) not in runs:
+                    yield str(Task(kind, microbatch, chunk))
 
 
 def _deadlocks(
@@ -292,7 +270,7 @@ def _deadlocks(
     ran, stopped = execution_order(schedule)
     done = set[Pass]()
     for stage, index in ran:
-        done.update(schedule.passes(stage, schedule.orders[stage][index]))
+        done.add(schedule.pass_of(stage, schedule.orders[stage][index]))
     for stage, index in enumerate(stopped):
         if index == len(schedule.orders[stage]):
             continue

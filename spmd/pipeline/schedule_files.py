@@ -8,26 +8,20 @@ F0,F1,,BW0,,BW1
 A row is an order; cells may be empty. Columns are for the reader and for error messages: a task
 starts when its dependencies are done. Stages and ticks count from 0.
 
-Lines that start with `#` have settings, of `Schedule`, that differ from its defaults: `# placement=v`
-or `# flush=no`.
+A schedule without a flush begins with the line `# flush=no`.
 """
 
 import csv
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
 from spmd.pipeline.simulate import tick_grid
 
-_SETTING = "#"  # start of a line with a setting
-_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "placement": {"loop": "loop", "v": "v"},
-    "flush": {"yes": True, "no": False},
-}
-"""Name of a setting in a file → value in the file → value in a `Schedule`."""
+_NO_FLUSH = "# flush=no"
+"""First line of a schedule without a flush."""
 
 
 def read_schedule(
@@ -48,7 +42,7 @@ def read_schedule(
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(title, [Problem("file", f"cannot be read: {error}")]) from error
 
-    settings, problems = _read_settings(lines)
+    problems = list(_comment_problems(lines))
     orders = list[tuple[Task, ...]]()
     ticks = list[list[int]]()
     for stage, row in enumerate(rows):
@@ -65,7 +59,7 @@ def read_schedule(
     if chunks is None:
         chunks = 1 + max(task.chunk for task in tasks)
     try:
-        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders), **settings)
+        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders), flush=_NO_FLUSH not in lines)
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
     problems += check_schedule(schedule, ticks)
@@ -75,33 +69,16 @@ def read_schedule(
 
 
 def _read_rows(lines: Sequence[str]) -> list[list[str]]:
-    """Return the rows of a file, without empty ones and settings."""
-    tasks = [line for line in lines if not line.startswith(_SETTING)]
+    """Return the rows of a file, without empty ones and comments."""
+    tasks = [line for line in lines if not line.startswith("#")]
     return [row for row in csv.reader(tasks, strict=True) if row]
 
 
-def _read_settings(lines: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the settings of a file, as arguments of `Schedule`, and the problems of their lines."""
-    settings = dict[str, Any]()
-    problems = list[Problem]()
+def _comment_problems(lines: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each comment with another meaning than those of `to_csv`."""
     for number, line in enumerate(lines, start=1):
-        if not line.startswith(_SETTING):
-            continue
-        name, _, value = line.removeprefix(_SETTING).partition("=")
-        known = _SETTINGS.get(name.strip(), {})
-        if value.strip() in known:
-            settings[name.strip()] = known[value.strip()]
-            continue
-        fix = " or ".join(_setting_lines())
-        problems.append(Problem(f"line {number}", f"{line!r} is no setting", fix=fix))
-    return settings, problems
-
-
-def _setting_lines() -> Iterator[str]:
-    """Yield a line for each value of each setting."""
-    for name, values in _SETTINGS.items():
-        for value in values:
-            yield f"{_SETTING} {name}={value}"
+        if line.startswith("#") and line != _NO_FLUSH:
+            yield Problem(f"line {number}", f"{line!r} has no meaning", fix=_NO_FLUSH)
 
 
 def _parse_row(stage: int, row: Sequence[str]) -> tuple[dict[int, Task], list[Problem]]:
@@ -135,10 +112,8 @@ def to_csv(schedule: Schedule) -> str:
         ,F0,BW0,F1,BW1,
     """
     lines = list[str]()
-    if schedule.placement != "loop":
-        lines.append(f"{_SETTING} placement={schedule.placement}\n")
     if not schedule.flush:
-        lines.append(f"{_SETTING} flush=no\n")
+        lines.append(f"{_NO_FLUSH}\n")
     for row in tick_grid(schedule):
         cells = [str(task or "") for task in row]
         lines.append(",".join(cells) + "\n")

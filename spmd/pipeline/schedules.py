@@ -5,25 +5,18 @@
 | `gpipe` | all forwards, then all backwards | Huang et al., arXiv:1811.06965 |
 | `1f1b` | warmup forwards, then one forward and one backward in turn | PipeDream |
 | `interleaved` | 1F1B over several chunks of layers per stage | arXiv:2104.04473, section 2.2 |
-| `zero-bubble` | 1F1B with weight gradients in the bubble: ZB-H1 | Qi et al., section 2.1 |
 | `pipedream` | 1F1B without a flush between batches | PipeDream-2BW, arXiv:2006.09503 |
-| `zb-h2` | 1F1B with twice the activations, no bubble but the skew | Qi et al., section 2.2 |
-| `zb-v` | V-shaped, two chunks: bubble of `zb-h2`, memory of 1F1B | Qi et al., section 6 |
-| `v-half` | V-shaped: about half of the memory and of the bubble of 1F1B | arXiv:2405.15362 |
-| `v-min` | V-shaped: about a third of the memory, two thirds of the bubble | arXiv:2405.15362 |
 
-The skew is that of the stages, which start one after the other. Sources in full: Narayanan et al.,
-PipeDream, SOSP 2019; PipeDream-2BW, arXiv:2006.09503; and arXiv:2104.04473 (interleaved). Qi et
-al., arXiv:2401.10241 (zero bubble), and arXiv:2405.15362 (`v-half`, `v-min`).
+Sources in full: Narayanan et al., PipeDream, SOSP 2019; PipeDream-2BW, arXiv:2006.09503; and
+arXiv:2104.04473 (interleaved). Zero-bubble schedules (Qi et al., arXiv:2401.10241 and 2405.15362)
+were tried, and are slower in lock step than `interleaved`: docs/decisions/0062.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
 from spmd.errors import Problem, ScheduleError, did_you_mean
 from spmd.pipeline.schedule import Schedule, Task, alternate, check_values
-from spmd.pipeline.zero_bubble import fill_bubbles
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -32,7 +25,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
     Args:
         name: One of `SCHEDULES`.
         microbatches: Microbatches of one batch (m): a multiple of the stages for `interleaved`, at
-            least as many as stages for `zero-bubble` and `pipedream`.
+            least as many as stages for `pipedream`.
         chunks: Chunks of layers per stage (v): 2 or more for `interleaved`, 1 for the others.
 
     Raises:
@@ -53,10 +46,6 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
         problems.extend(_size_problems(name, stages, microbatches, chunks))
     if problems:
         raise ScheduleError("The schedule cannot be built:", problems)
-    if name in _LIST_SCHEDULED:
-        placement, limit = _LIST_SCHEDULED[name]
-        filled = fill_bubbles(stages, microbatches, limit(stages), placement=placement)
-        return dataclasses.replace(filled, name=name)
     build = _BUILDERS[name]
     orders = tuple(tuple(build(stage, stages, microbatches, chunks)) for stage in range(stages))
     return Schedule(name, microbatches, chunks, orders, flush=name != "pipedream")
@@ -72,7 +61,7 @@ def _size_problems(name: str, stages: int, microbatches: int, chunks: int) -> It
         yield Problem(
             "chunks", f"{name} has one chunk of layers per stage", f"chunks = {chunks}", fix
         )
-    if name in ("zero-bubble", "pipedream") and microbatches < stages:
+    if name == "pipedream" and microbatches < stages:
         detail = f"{microbatches} < stages = {stages}"
         fix = f"{stages} or more"
         yield Problem("microbatches", f"{name} needs one for each stage", detail, fix)
@@ -128,39 +117,12 @@ def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
     yield from alternate(forwards, backwards, warmup)
 
 
-def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
-    """Yield 1F1B with weight gradients delayed by `stage` microbatches.
-
-    Every stage holds at most as many activations as the first stage of 1F1B, and still has weight
-    gradients to compute after its last input gradient. The bubble is (p-1) max(F + B - W, F, B):
-    the paper's (p-1) (F + B - W) unless W is the largest.
-    """
-    for task in one_f_one_b(stage, stages, microbatches, chunks):
-        if task.kind == "F":
-            yield task
-            continue
-        yield Task("B", task.microbatch)
-        if task.microbatch >= stage:
-            yield Task("W", task.microbatch - stage)
-    for i in range(microbatches - stage, microbatches):
-        yield Task("W", i)
-
-
 _BUILDERS: dict[str, Callable[[int, int, int, int], Iterator[Task]]] = {
     "gpipe": _gpipe,
     "1f1b": one_f_one_b,
     "interleaved": _interleaved,
-    "zero-bubble": _zero_bubble,
     "pipedream": one_f_one_b,
 }
-_LIST_SCHEDULED: dict[
-    str, tuple[str, Callable[[int], int]]
-] = {  # name → placement, and memory limit for a number of stages
-    "zb-h2": ("loop", lambda stages: 2 * stages),
-    "zb-v": ("v", lambda stages: 2 * stages),
-    "v-half": ("v", lambda stages: stages // 2 * 2 + 2),
-    "v-min": ("v", lambda stages: (stages + 4) // 3 * 2),
-}
 
-SCHEDULES = (*_BUILDERS, *_LIST_SCHEDULED)
+SCHEDULES = tuple(_BUILDERS)
 """The names of all schedules."""

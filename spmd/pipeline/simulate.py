@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import (
-    ACTIVATIONS,
-    IN_FLIGHT,
-    PASSES,
+    KINDS,
     Pass,
     Schedule,
     Task,
@@ -50,7 +48,7 @@ class ScheduleTimeline:
         span: Time from a stage's first task to its last, the maximum over stages.
         period: Time of one batch: the makespan with a flush; without one, the time between the ends
             of two batches in the steady state.
-        ideal: Time of one batch on a stage that is never idle: m (F + B + W).
+        ideal: Time of one batch on a stage that is never idle: m (F + B).
         staleness: Updates by which a batch's weights are out of date when its gradients arrive; 0
             with a flush.
     """
@@ -83,22 +81,14 @@ class ScheduleTimeline:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Most microbatches (times chunks) of each stage, from forward to the end of backward."""
-        return tuple(map(int, self._peaks(IN_FLIGHT)))
-
-    @property
-    def peak_memory(self) -> tuple[float, ...]:
-        """Most activations of each stage, in microbatches (and chunks), by `ACTIVATIONS`."""
-        return self._peaks(ACTIVATIONS)
-
-    def _peaks(self, changes: Mapping[str, float]) -> tuple[float, ...]:
-        return tuple(_peak(order, changes) for order in self.tasks)
+        return tuple(_peak_in_flight(order) for order in self.tasks)
 
 
-def _peak(order: Sequence[Slot], changes: Mapping[str, float]) -> float:
-    """Return the peak of a stage's running total of `changes`."""
-    peak = held = 0.0
+def _peak_in_flight(order: Sequence[Slot]) -> int:
+    """Return the most tasks of a stage between forward and the end of backward."""
+    peak = held = 0
     for slot in order:
-        held += changes[slot.task.kind]
+        held += 1 if slot.task.kind == "F" else -1
         peak = max(peak, held)
     return peak
 
@@ -107,8 +97,7 @@ def simulate(
     schedule: Schedule,
     *,
     forward: float = 1,
-    backward: float = 1,
-    weight: float = 1,
+    backward: float = 2,
     transfer: float = 0,
 ) -> ScheduleTimeline:
     """Compute the times of all tasks; without a flush, of several consecutive batches.
@@ -116,8 +105,7 @@ def simulate(
     Args:
         forward: Time of the forward pass of a stage's layers for one microbatch (F); a chunk takes
             its share.
-        backward: The same for the gradient of the input (B).
-        weight: The same for the gradients of the weights (W). A whole backward pass takes B + W.
+        backward: The same for the backward pass (B), by default twice as long.
         transfer: Time between the end of a task and the arrival of its output at another stage,
             during which both stages may compute.
 
@@ -131,22 +119,17 @@ def simulate(
         >>> timeline.makespan, timeline.bubble, timeline.peak_in_flight
         (33.0, 0.375, (4, 3, 2, 1))
     """
-    costs = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
+    costs = {"forward": forward, "backward": backward, "transfer": transfer}
     problems = check_values("at least 0 and finite", **costs)
-    if not problems and forward + backward + weight == 0:
-        detail = "forward + backward + weight = 0"
+    if not problems and forward + backward == 0:
+        detail = "forward + backward = 0"
         problems.append(Problem("costs", "the work takes no time", detail, "more than 0"))
     problems += check_schedule(schedule)
     if problems:
         raise ScheduleError(f"The schedule {schedule.name} cannot be simulated:", problems)
 
-    times = {"F": Fraction(forward), "B": Fraction(backward), "W": Fraction(weight)}
-    durations = dict[str, Fraction]()
-    for kind, passes in PASSES.items():
-        whole = Fraction()
-        for each in passes:
-            whole += times[each]
-        durations[kind] = whole / schedule.chunks
+    whole = {"F": Fraction(forward), "BW": Fraction(backward)}
+    durations = {kind: time / schedule.chunks for kind, time in whole.items()}
     batches = 1
     if not schedule.flush:
         batches = _BATCHES
@@ -168,7 +151,7 @@ def simulate(
         makespan=float(ends[-1]),
         span=float(span),
         period=float(period),
-        ideal=float(schedule.microbatches * sum(times.values())),
+        ideal=float(schedule.microbatches * sum(whole.values())),
         staleness=max(_staleness(order, schedule.microbatches) for order in repeated.orders),
     )
 
@@ -215,8 +198,7 @@ def _task_times(
                 arrival += transfer
             start = max(start, arrival)
         end = start + durations[task.kind]
-        for item in schedule.passes(stage, task):
-            ended[item] = stage, end
+        ended[schedule.pass_of(stage, task)] = stage, end
         times[stage].append(_Timed(task, start, end))
     return times
 
@@ -234,7 +216,7 @@ def tick_grid(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
     problems = check_schedule(schedule)
     if problems:
         raise ScheduleError(f"The schedule {schedule.name} cannot be run:", problems)
-    times = _task_times(schedule, dict.fromkeys(PASSES, Fraction(1)), Fraction())
+    times = _task_times(schedule, dict.fromkeys(KINDS, Fraction(1)), Fraction())
     last = max(int(order[-1].start) for order in times)
     return tuple(_grid_row(order, last + 1) for order in times)
 
@@ -253,7 +235,7 @@ def _staleness(order: tuple[Task, ...], microbatches: int) -> int:
     for task in order:
         if task.kind == "F":
             most = max(most, task.microbatch // microbatches - updates)
-        elif task.kind != "B":
+        else:
             backwards += 1
             updates = backwards // microbatches
     return most

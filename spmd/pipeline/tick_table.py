@@ -1,8 +1,7 @@
 """A pipeline schedule as tables for one SPMD program, a row for each tick.
 
 Stages run in lock step: the output of a tick reaches the next stage in the following tick. Each
-tick has one forward task, then one backward task, then, if the schedule has them, one task of
-weight gradients.
+tick has one forward task, then one backward task.
 
 ```
 tick        0      1      2      3        the last stage runs a microbatch
@@ -41,11 +40,9 @@ class TickTable:
 
     A stage keeps the inputs of its tasks in `depth` slots, from their arrival until the last task
     that reads them; what the remat policy saves in `saved_depth` slots, from the forward task until
-    the last task of the backward pass; gradients that have arrived in `gradient_depth` slots; and
-    what tasks of weight gradients need in `deferred_depth` slots.
+    the backward task; and gradients that have arrived in `gradient_depth` slots.
 
     Attributes:
-        deferred_depth: 0 if backward tasks compute all gradients.
         saved_depth: 0 if backward tasks run the forward pass again, from the input.
         versions: Batches in flight, 1 or 2. Microbatches of the previous batch are numbered from
             `microbatches` on.
@@ -59,10 +56,6 @@ class TickTable:
         backward_saved_slot: Slot of what the policy saved of its forward task.
         gradient_slot: Slot of its gradient; -1 on the last virtual stage, which starts from the
             loss.
-        backward_deferred_slot: Slot for what its task of weight gradients needs.
-        weight: Microbatch of the task of weight gradients.
-        weight_saved_slot: Slot of what the policy saved of its forward task.
-        weight_deferred_slot: Slot of what its backward task left.
     """
 
     microbatches: int
@@ -70,7 +63,6 @@ class TickTable:
     depth: int
     saved_depth: int
     gradient_depth: int
-    deferred_depth: int
     versions: int
     receive_slot: np.ndarray
     forward: np.ndarray
@@ -83,11 +75,6 @@ class TickTable:
     backward_slot: np.ndarray
     backward_saved_slot: np.ndarray
     gradient_slot: np.ndarray
-    backward_deferred_slot: np.ndarray
-    weight: np.ndarray
-    weight_chunk: np.ndarray
-    weight_saved_slot: np.ndarray
-    weight_deferred_slot: np.ndarray
 
     @property
     def ticks(self) -> int:
@@ -123,7 +110,6 @@ class TickTable:
         branches = {
             "pipeline_forward": forward,
             "pipeline_backward": backward,
-            "pipeline_weights": self.weight >= 0,
             "pipeline_embedding": (forward & (self.forward_chunk == 0))[:, :1],
             "pipeline_embedding_backward": (backward & (self.backward_chunk == 0))[:, :1],
         }
@@ -133,28 +119,20 @@ class TickTable:
         shares["pipeline_from_loss"] = Fraction(1, self.chunks)
         return shares
 
-    def time(self, forward: float, backward: float, weight: float = 0) -> float:
+    def time(self, forward: float, backward: float) -> float:
         """Return the duration of all ticks.
 
-        In each part of a tick, every stage waits for the slowest.
+        In each half of a tick, every stage waits for the slowest.
 
         Args:
             forward: Time of a forward task of a whole stage.
             backward: Time of a backward task of a whole stage, with what it computes again.
-            weight: Time of a task of weight gradients of a whole stage.
         """
-        total = 0.0
-        parts = (self.forward, forward), (self.backward, backward), (self.weight, weight)
-        for tasks, seconds in parts:
-            ticks = (tasks >= 0).any(axis=1).sum()
-            total += ticks * seconds / self.chunks
-        return total
+        forward_ticks = (self.forward >= 0).any(axis=1).sum()
+        backward_ticks = (self.backward >= 0).any(axis=1).sum()
+        return forward_ticks * forward / self.chunks + backward_ticks * backward / self.chunks
 
 
-_DEFERRED = (
-    *("backward_deferred_slot", "weight", "weight_chunk"),
-    *("weight_saved_slot", "weight_deferred_slot"),
-)
 _COLUMNS = [field.name for field in dataclasses.fields(TickTable) if field.type is np.ndarray]
 
 
@@ -168,7 +146,7 @@ def tabulate(schedule: Schedule, *, recompute: bool = False) -> TickTable:
     Raises:
         ScheduleError: The reasons why the schedule cannot be executed.
     """
-    problems = _unsupported(schedule, recompute=recompute)
+    problems = _unsupported(schedule)
     if problems:
         raise ScheduleError("This schedule can be simulated but not executed:", problems)
     if not schedule.flush:
@@ -182,7 +160,6 @@ def tabulate(schedule: Schedule, *, recompute: bool = False) -> TickTable:
         _fill_gradient_slots(columns, schedule, ticks, stage)
         if not recompute:
             _fill_saved_slots(columns, schedule, ticks, stage)
-        _fill_deferred_slots(columns, schedule, ticks, stage)
     slots_of_inputs = columns["receive_slot"], columns["forward_slot"], columns["backward_slot"]
     return TickTable(
         schedule.microbatches,
@@ -190,7 +167,6 @@ def tabulate(schedule: Schedule, *, recompute: bool = False) -> TickTable:
         depth=1 + int(np.max(slots_of_inputs)),
         saved_depth=1 + int(columns["forward_saved_slot"].max()),
         gradient_depth=1 + int(columns["gradient_slot"].max()),
-        deferred_depth=1 + int(columns["weight_deferred_slot"].max()),
         versions=1,
         **columns,
     )
@@ -211,10 +187,9 @@ def _fill_tasks(
     last = _last_virtual_stage(schedule)
     for (kind, virtual_stage, i), tick in ticks.items():
         chunk, stage = divmod(virtual_stage, schedule.stages)
-        if kind != "F":
-            name = {"B": "backward", "W": "weight"}[kind]
-            columns[name][tick, stage] = i
-            columns[f"{name}_chunk"][tick, stage] = chunk
+        if kind == "BW":
+            columns["backward"][tick, stage] = i
+            columns["backward_chunk"][tick, stage] = chunk
             continue
         if recompute and virtual_stage == last:
             continue  # the last forward task is the first half of its backward task
@@ -241,7 +216,7 @@ def _fill_input_slots(
             arrival = ticks["F", virtual_stage - 1, i] + 1
         last = tick
         if recompute:
-            last = ticks["B", virtual_stage, i]
+            last = ticks["BW", virtual_stage, i]
         held[task] = arrival, last
     slots = _allocate_slots(held)
     for task, (arrival, last) in held.items():
@@ -257,36 +232,16 @@ def _fill_input_slots(
 def _fill_saved_slots(
     columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
 ) -> None:
-    """Write the slots of what the policy saves, from a forward task to the last that reads it."""
+    """Write the slots of what the policy saves, from a forward task to its backward task."""
     held: dict[Pass, tuple[int, int]] = {}  # first and last tick
     for task, tick in ticks.items():
         kind, virtual_stage, i = task
         if kind == "F" and virtual_stage % schedule.stages == stage:
-            backward = ticks["B", virtual_stage, i]
-            held[task] = tick, ticks.get(("W", virtual_stage, i), backward)
+            held[task] = tick, ticks["BW", virtual_stage, i]
     slots = _allocate_slots(held)
-    for task, slot in slots.items():
-        _, virtual_stage, i = task
-        columns["forward_saved_slot"][ticks[task], stage] = slot
-        columns["backward_saved_slot"][ticks["B", virtual_stage, i], stage] = slot
-        weight = ticks.get(("W", virtual_stage, i))
-        if weight is not None:
-            columns["weight_saved_slot"][weight, stage] = slot
-
-
-def _fill_deferred_slots(
-    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
-) -> None:
-    """Write the slots of what a backward task leaves for its task of weight gradients."""
-    held: dict[Pass, tuple[int, int]] = {}  # first and last tick
-    for task, tick in ticks.items():
-        kind, virtual_stage, i = task
-        if kind == "W" and virtual_stage % schedule.stages == stage:
-            held[task] = ticks["B", virtual_stage, i], tick
-    slots = _allocate_slots(held)
-    for task, (backward, weight) in held.items():
-        columns["backward_deferred_slot"][backward, stage] = slots[task]
-        columns["weight_deferred_slot"][weight, stage] = slots[task]
+    for task, (forward, backward) in held.items():
+        columns["forward_saved_slot"][forward, stage] = slots[task]
+        columns["backward_saved_slot"][backward, stage] = slots[task]
 
 
 def _fill_gradient_slots(
@@ -298,8 +253,8 @@ def _fill_gradient_slots(
     for task, tick in ticks.items():
         kind, virtual_stage, i = task
         is_own = virtual_stage % schedule.stages == stage
-        if kind == "B" and is_own and virtual_stage < last:
-            held[task] = ticks["B", virtual_stage + 1, i] + 1, tick
+        if kind == "BW" and is_own and virtual_stage < last:
+            held[task] = ticks["BW", virtual_stage + 1, i] + 1, tick
     slots = _allocate_slots(held)
     for task, (arrival, tick) in held.items():
         columns["gradient_slot"][tick, stage] = slots[task]
@@ -320,15 +275,12 @@ def describe_execution(schedule: Schedule, *, recompute: bool = False) -> str:
         executed in lock step: 10 ticks of a forward and a backward task
         a stage holds what remat saves of at most 3 tasks
     """
-    problems = _unsupported(schedule, recompute=recompute)
+    problems = _unsupported(schedule)
     if problems:
         return f"simulated, not executed: it {problems[0].what}; {problems[0].fix}"
     table = tabulate(schedule, recompute=recompute)
     ticks = f"{table.ticks} ticks of a forward and a backward task"
     held = f"a stage holds what remat saves of at most {table.saved_depth} tasks"
-    if table.deferred_depth:
-        ticks = f"{table.ticks} ticks of a forward task, a backward task and one of weight gradients"
-        held += f", and operands of weight gradients of {table.deferred_depth}"
     if not table.saved_depth:
         held = f"a stage holds the inputs of at most {table.depth} tasks, and runs forward again"
     if schedule.flush:
@@ -336,21 +288,10 @@ def describe_execution(schedule: Schedule, *, recompute: bool = False) -> str:
     return f"executed without a flush: {ticks} a batch; {held}, and the weights of the batch before"
 
 
-def _unsupported(schedule: Schedule, *, recompute: bool) -> list[Problem]:
+def _unsupported(schedule: Schedule) -> list[Problem]:
     """Return the reasons why a schedule cannot be executed."""
     where = f"schedule {schedule.name}"
     problems = list[Problem]()
-    kinds = {task.kind for task in itertools.chain.from_iterable(schedule.orders)}
-    split = sorted(kinds & {"B", "W"})
-    if split and "BW" in kinds:
-        what = "has whole backward passes beside B and W"
-        problems.append(Problem(where, what, fix="BW alone, or B and W"))
-    if split and recompute:
-        what = "has tasks of weight gradients, which need what remat saves"
-        problems.append(Problem(where, what, fix="no recompute"))
-    if schedule.placement != "loop":
-        what = f"has the placement {schedule.placement!r}"
-        problems.append(Problem(where, what, fix='placement "loop"'))
     if schedule.stages == 1:
         fix = "2 stages or more, or gradient accumulation"
         problems.append(Problem(where, "has one stage", fix=fix))
@@ -373,9 +314,9 @@ def _is_one_f_one_b(schedule: Schedule) -> bool:
 
 
 def _assign_ticks(schedule: Schedule, *, recompute: bool) -> dict[Pass, int]:
-    """Return the tick of each pass: `"F"`, `"B"`, and `"W"` of tasks of weight gradients alone.
+    """Return the tick of each pass, `"F"` or `"BW"`.
 
-    If backward tasks run the forward pass again, the last virtual stage's F is a part of its B, and
+    If backward tasks run the forward pass again, the last virtual stage's F is a part of its BW, and
     takes no time of its own.
     """
     free = None
@@ -390,8 +331,6 @@ def _assign_ticks(schedule: Schedule, *, recompute: bool) -> dict[Pass, int]:
             stage.run_forwards(ticks, tick)
         for stage in waiting:
             stage.run_backward(ticks, tick)
-        for stage in waiting:
-            stage.run_weight(ticks, tick)
         if len(ticks) == count:
             break
         assert len(ticks) > before, "a schedule that was checked has no deadlock"
@@ -405,29 +344,21 @@ class _WaitingTasks:
         forwards: Virtual stage and microbatch of each forward task.
         backwards: Virtual stage and microbatch of each backward task, and the number of forward
             tasks listed before it.
-        weights: The same of each task of weight gradients, and the number of backward tasks listed
-            before it.
         last: The last virtual stage.
         free: The virtual stage whose forward tasks take no time; None if there is none.
         ran: The number of forward tasks with a tick.
-        ran_back: The number of backward tasks with a tick.
     """
 
     def __init__(self, schedule: Schedule, stage: int, free: int | None) -> None:
         self.free = free
         self.forwards = deque[tuple[int, int]]()
         self.backwards = deque[tuple[int, int, int]]()
-        self.weights = deque[tuple[int, int, int]]()
         self.last = _last_virtual_stage(schedule)
         self.ran = 0
-        self.ran_back = 0
         for task in schedule.orders[stage]:
             virtual_stage = schedule.virtual_stage(stage, task.chunk)
             if task.kind == "F":
                 self.forwards.append((virtual_stage, task.microbatch))
-            elif task.kind == "W":
-                listed = len(self.backwards)
-                self.weights.append((virtual_stage, task.microbatch, listed))
             else:
                 listed = len(self.forwards)
                 self.backwards.append((virtual_stage, task.microbatch, listed))
@@ -459,21 +390,11 @@ class _WaitingTasks:
         if not self.backwards:
             return
         virtual_stage, i, listed = self.backwards[0]
-        sent = ticks.get(("B", virtual_stage + 1, i), tick)
+        sent = ticks.get(("BW", virtual_stage + 1, i), tick)
         has_gradient = virtual_stage == self.last or sent < tick
         if has_gradient and self.ran >= listed:
-            ticks["B", virtual_stage, i] = tick
+            ticks["BW", virtual_stage, i] = tick
             self.backwards.popleft()
-            self.ran_back += 1
-
-    def run_weight(self, ticks: dict[Pass, int], tick: int) -> None:
-        """Run the next task of weight gradients in this tick, after the backward tasks before it."""
-        if not self.weights:
-            return
-        virtual_stage, i, listed = self.weights[0]
-        if self.ran_back >= listed:
-            ticks["W", virtual_stage, i] = tick
-            self.weights.popleft()
 
 
 def _steady_state(stages: int, microbatches: int) -> TickTable:
@@ -508,18 +429,10 @@ def _steady_state(stages: int, microbatches: int) -> TickTable:
         "backward_slot": backward % depth,
         "backward_saved_slot": zeros + IDLE,
         "gradient_slot": np.where(sends, 0, IDLE),
-        **dict.fromkeys(_DEFERRED, zeros + IDLE),
     }
     int32 = {name: column.astype(np.int32) for name, column in columns.items()}
     return TickTable(
-        microbatches,
-        1,
-        depth,
-        saved_depth=0,
-        gradient_depth=1,
-        deferred_depth=0,
-        versions=2,
-        **int32,
+        microbatches, 1, depth, saved_depth=0, gradient_depth=1, versions=2, **int32
     )
 
 

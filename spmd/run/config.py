@@ -116,8 +116,7 @@ class PipelineConfig:
     """
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks per stage. Only for
-    plots: zero-bubble, zb-h2, zb-v, v-half, v-min."""
+    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks per stage."""
     microbatches: int = 0
     """Microbatches per batch; 0: up to four per stage, as the batch allows."""
     chunks: int = 0

@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "expert": ("1", "2"),
     "sequence": ("1", "ring", "all-to-all"),
     "tensor": ("1", "width", "tokens"),
-    "pipe": ("1", "gpipe", "1f1b", "interleaved", "zero-bubble"),
+    "pipe": ("1", "gpipe", "1f1b", "interleaved"),
     "accumulate": ("1", "2"),
     "remat": ("none", "full", "selective", "save:attention_out", "offload:attention_out"),
     "precision": (EXACT, "bf16", "bf16-params"),

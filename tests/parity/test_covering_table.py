@@ -47,7 +47,7 @@ PIPELINES = {
     "1": PipelineConfig(),
     **{
         name: PipelineConfig(name, MICROBATCHES)
-        for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+        for name in ("gpipe", "1f1b", "interleaved")
     },
 }
 BATCHES = token_batches((BATCH, SEQUENCE), VOCAB, steps=2)

@@ -21,10 +21,9 @@ from spmd.pipeline.schedule import (
 from spmd.pipeline.schedule_files import read_schedule, to_csv
 from spmd.pipeline.schedules import SCHEDULES, make_schedule
 from spmd.pipeline.simulate import simulate, tick_grid
-from spmd.pipeline.zero_bubble import fill_bubbles
 
 COSTS = st.integers(1, 5)
-EACH = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("pipedream", 1)]
+EACH = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("pipedream", 1)]
 
 
 @st.composite
@@ -36,32 +35,30 @@ def schedules(draw: st.DrawFn) -> Schedule:
         return make_schedule(
             name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4))
         )
-    return make_schedule(
-        name, stages, draw(st.integers(stages if name in ("zero-bubble", "pipedream") else 1, 24))
-    )
+    least = stages if name == "pipedream" else 1
+    return make_schedule(name, stages, draw(st.integers(least, 24)))
 
 
-def closed_form(schedule: Schedule, forward: int, backward: int, weight: int) -> Fraction:
+def closed_form(schedule: Schedule, forward: int, backward: int) -> Fraction:
     """The bubble of one batch, as the papers in the docstring of `spmd.pipeline.schedules` have it."""
-    work = forward + backward + weight
+    work = forward + backward
     bubbles = {
         "gpipe": work,
         "1f1b": work,
         "interleaved": Fraction(work, schedule.chunks),
-        "zero-bubble": max(forward + backward - weight, forward, backward),
         "pipedream": 0,
     }
     return Fraction((schedule.stages - 1) * bubbles[schedule.name])
 
 
 @settings(max_examples=120, deadline=None)
-@given(schedules(), COSTS, COSTS, COSTS)
-def test_builders(schedule: Schedule, forward: int, backward: int, weight: int) -> None:
+@given(schedules(), COSTS, COSTS)
+def test_builders(schedule: Schedule, forward: int, backward: int) -> None:
     """Whatever the sizes and costs, every task runs once and a batch takes as long as the closed form says."""
     assert check_schedule(schedule) == []
-    timeline = simulate(schedule, forward=forward, backward=backward, weight=weight)
-    bubble = closed_form(schedule, forward, backward, weight)
-    assert timeline.ideal == schedule.microbatches * (forward + backward + weight)
+    timeline = simulate(schedule, forward=forward, backward=backward)
+    bubble = closed_form(schedule, forward, backward)
+    assert timeline.ideal == schedule.microbatches * (forward + backward)
     assert timeline.period == float(timeline.ideal + bubble)
     assert timeline.bubble == pytest.approx(float(bubble / Fraction(timeline.ideal)), abs=1e-12)
     assert timeline.bubble_share == pytest.approx(
@@ -70,37 +67,28 @@ def test_builders(schedule: Schedule, forward: int, backward: int, weight: int) 
 
 
 @settings(max_examples=60, deadline=None)
-@given(schedules(), COSTS, COSTS, COSTS, COSTS)
-def test_times(schedule: Schedule, forward: int, backward: int, weight: int, transfer: int) -> None:
+@given(schedules(), COSTS, COSTS, COSTS)
+def test_times(schedule: Schedule, forward: int, backward: int, transfer: int) -> None:
     """In every timeline a stage runs one task at a time, and none before what it needs has arrived."""
-    timeline = simulate(
-        schedule, forward=forward, backward=backward, weight=weight, transfer=transfer
-    )
+    timeline = simulate(schedule, forward=forward, backward=backward, transfer=transfer)
     chunks = schedule.chunks
-    duration = {"F": forward, "B": backward, "W": weight, "BW": backward + weight}
+    duration = {"F": forward, "BW": backward}
     ends = {}
     for stage, slots in enumerate(timeline.tasks):
         assert all(earlier.end <= later.start for earlier, later in itertools.pairwise(slots))
         for slot in slots:
             assert slot.end - slot.start == pytest.approx(duration[slot.task.kind] / chunks)
-            direction = "F" if slot.task.kind == "F" else "W" if slot.task.kind == "W" else "B"
-            ends[
-                direction, schedule.virtual_stage(stage, slot.task.chunk), slot.task.microbatch
-            ] = (stage, slot.end)
+            ends[schedule.pass_of(stage, slot.task)] = (stage, slot.end)
     last = schedule.stages * chunks - 1
     for stage, slots in enumerate(timeline.tasks):
         for kind, i, chunk, start in (
             (s.task.kind, s.task.microbatch, s.task.chunk, s.start) for s in slots
         ):
             at = schedule.virtual_stage(stage, chunk)
-            needs = (
-                [("F", at - 1, i)]
-                if kind == "F"
-                else [("B" if kind == "W" else "F", at, i), ("B", at + 1, i)]
-            )
-            needs = [
-                need for need in needs if 0 <= need[1] <= last and (kind, need[1]) != ("W", at + 1)
-            ]
+            needs = [("F", at - 1, i)]
+            if kind == "BW":
+                needs = [("F", at, i), ("BW", at + 1, i)]
+            needs = [need for need in needs if 0 <= need[1] <= last]
             for source, end in (ends[need] for need in needs):
                 assert start >= end + (transfer if source != stage else 0) - 1e-9
 
@@ -136,28 +124,21 @@ def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), EACH)
 def test_every_task_once(name: str, chunks: int) -> None:
-    """The tasks of every stage are the forwards and the backwards, whole or in halves, of all microbatches."""
-    halves = {"BW": "B W"}
+    """The tasks of every stage are the forwards and the backwards of all microbatches."""
+    expected = {
+        Task(kind, i, chunk) for kind in ("F", "BW") for i in range(8) for chunk in range(chunks)
+    }
     for order in make_schedule(name, 4, 8, chunks).orders:
-        done = sorted(
-            (k, t.microbatch, t.chunk) for t in order for k in halves.get(t.kind, t.kind).split()
-        )
-        assert done == sorted((k, i, c) for k in "FBW" for i in range(8) for c in range(chunks))
+        assert sorted(order) == sorted(expected)
 
 
 def test_peaks() -> None:
-    """GPipe holds every microbatch; 1F1B as many as stages are left; zero-bubble nowhere more than the first stage."""
+    """GPipe holds every microbatch; 1F1B as many as stages are left."""
     for microbatches in (4, 8, 32):
         assert (
             simulate(make_schedule("gpipe", 4, microbatches)).peak_in_flight == (microbatches,) * 4
         )
         assert simulate(make_schedule("1f1b", 4, microbatches)).peak_in_flight == (4, 3, 2, 1)
-        assert simulate(make_schedule("zero-bubble", 4, microbatches)).peak_memory == (
-            4,
-            3.5,
-            3,
-            2.5,
-        )
     assert simulate(make_schedule("1f1b", 4, 2)).peak_in_flight == (2, 2, 2, 1)
 
 
@@ -168,20 +149,12 @@ def test_transfer() -> None:
 
 def test_exact() -> None:
     """Costs that no float holds exactly leave a bubble of exactly nothing where there is none."""
-    assert (
-        simulate(make_schedule("pipedream", 3, 7), forward=0.1, backward=0.2, weight=0.3).bubble
-        == 0.0
-    )
-    assert (
-        simulate(
-            make_schedule("interleaved", 1, 7, 3), forward=0.1, backward=0.2, weight=0.3
-        ).bubble
-        == 0.0
-    )
+    for schedule in (make_schedule("pipedream", 3, 7), make_schedule("interleaved", 1, 7, 3)):
+        assert simulate(schedule, forward=0.1, backward=0.5).bubble == 0.0
 
 
 def test_pipedream() -> None:
-    """Without a flush a batch costs m (F + B + W) in the steady state, and its weights are one update behind."""
+    """Without a flush a batch costs m (F + B) in the steady state, and its weights are one update behind."""
     timeline = simulate(make_schedule("pipedream", 4, 8))
     assert (timeline.period, timeline.bubble, timeline.staleness, timeline.batches) == (24, 0, 1, 4)
     assert timeline.makespan == 4 * 24 + 3 * 3
@@ -189,7 +162,7 @@ def test_pipedream() -> None:
     assert simulate(make_schedule("pipedream", 1, 8)).staleness == 0
     assert [
         simulate(make_schedule(name, 4, 8, v)).staleness for name, v in EACH if name != "pipedream"
-    ] == [0] * 4
+    ] == [0] * 3
 
 
 @pytest.mark.parametrize(("name", "chunks"), EACH)
@@ -208,19 +181,13 @@ def test_consecutive(name: str, chunks: int) -> None:
     assert mixed == ([False] * 3 if schedule.flush else [True, True, False])
 
 
-@pytest.mark.parametrize("placement", ["loop", "v"])
-def test_places(placement: str) -> None:
-    """Every part of the model is on one stage, in one chunk; a V comes back from the last stage to the first."""
-    schedule = Schedule("any", 1, 2, ((), (), ()), placement)
+def test_places() -> None:
+    """Every part of the model is on one stage, in one chunk, in turns around the stages."""
+    schedule = Schedule("any", 1, 2, ((), (), ()))
     stages = {
         schedule.virtual_stage(stage, chunk): stage for stage in range(3) for chunk in range(2)
     }
-    assert [stages[i] for i in range(6)] == [
-        0,
-        1,
-        2,
-        *([0, 1, 2] if placement == "loop" else [2, 1, 0]),
-    ]
+    assert [stages[i] for i in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_as_table() -> None:
@@ -233,7 +200,7 @@ def test_as_table() -> None:
         if name in ("gpipe", "1f1b", "interleaved"):
             assert (
                 len(table[0])
-                == simulate(schedule, forward=chunks, backward=chunks, weight=0).makespan
+                == simulate(schedule, forward=chunks, backward=chunks).makespan
             )
 
 
@@ -248,10 +215,9 @@ def test_as_table() -> None:
             ["chunks: interleaved runs several", "6 / (stages=4) = 1.5", "8 microbatches"],
         ),
         (
-            ("zero-bubble", 4, 3),
-            ["zero-bubble needs one for each stage", "3 < stages = 4", "4 or more"],
+            ("pipedream", 4, 3, 2),
+            ["pipedream needs one for each stage", "3 < stages = 4", "pipedream has one chunk"],
         ),
-        (("pipedream", 4, 3, 2), ["pipedream needs one for each stage", "pipedream has one chunk"]),
     ],
 )
 def test_bad_arguments(arguments: tuple, expected: list[str]) -> None:
@@ -261,54 +227,7 @@ def test_bad_arguments(arguments: tuple, expected: list[str]) -> None:
     assert [text for text in expected if text not in str(error.value)] == []
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2))
-def test_fill_bubbles(stages: int, microbatches: int, placement: str, more: int) -> None:
-    """With memory for 2 p activations the search ends within it, and enough microbatches leave no bubble."""
-    limit = 2 * stages + more
-    schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
-    assert check_schedule(schedule) == []
-    assert max(simulate(schedule).peak_memory) <= limit
-    assert placement == "loop" or max(simulate(schedule).peak_in_flight) <= limit
-    timeline = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
-    assert timeline.span == timeline.ideal
-
-
-@pytest.mark.parametrize(("placement", "least"), [("loop", 1), ("v", 2)])
-def test_any_limit(placement: str, least: int) -> None:
-    """From the memory of one microbatch on, every limit gives a schedule within it, and more memory no more bubble."""
-    for stages, microbatches in ((1, 3), (3, 2), (5, 11)):
-        spans = []
-        for limit in range(least, 2 * stages + 2):
-            schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
-            assert check_schedule(schedule) == []
-            timeline = simulate(schedule)
-            assert (
-                max(timeline.peak_in_flight if placement == "v" else timeline.peak_memory) <= limit
-            )
-            spans.append(timeline.span)
-        assert spans == sorted(spans, reverse=True)
-
-
-def test_v_half_of_many() -> None:
-    """A schedule of 16 stages and 64 microbatches does not take long, and one is the same each time."""
-    assert max(simulate(make_schedule("v-half", 16, 64)).peak_in_flight) == 18
-    assert make_schedule("v-min", 4, 8) == make_schedule("v-min", 4, 8)
-
-
-def test_fill_bubbles_refuses() -> None:
-    """A limit below one microbatch is refused with the arithmetic, and so are counts below one."""
-    with pytest.raises(
-        ScheduleError, match=r"does not hold one microbatch(.|\n)*limit = 1(.|\n)*fix: 2 or more; 8"
-    ):
-        fill_bubbles(4, 8, 1, placement="v")
-    with pytest.raises(ScheduleError, match="limit = 0"):
-        fill_bubbles(4, 8, 0)
-    with pytest.raises(ScheduleError, match="stages: is 0"):
-        fill_bubbles(0, 8, 0)
-
-
-@pytest.mark.parametrize("costs", [{"forward": -1}, {"weight": math.inf}, {"transfer": math.nan}])
+@pytest.mark.parametrize("costs", [{"forward": -1}, {"backward": math.inf}, {"transfer": math.nan}])
 def test_bad_costs(costs: dict[str, float]) -> None:
     """A cost that is negative or not finite is refused by its name."""
     with pytest.raises(ScheduleError, match=f"{next(iter(costs))}: is"):
@@ -318,7 +237,7 @@ def test_bad_costs(costs: dict[str, float]) -> None:
 def test_no_work() -> None:
     """Work that takes no time has no bubble to speak of, and is refused."""
     with pytest.raises(ScheduleError, match="takes no time"):
-        simulate(make_schedule("1f1b", 2, 2), forward=0, backward=0, weight=0)
+        simulate(make_schedule("1f1b", 2, 2), forward=0, backward=0)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +247,6 @@ def test_no_work() -> None:
         (lambda: Task("F", -1), "microbatch: is -1"),
         (lambda: parse_task("F"), "'F' is not a task"),
         (lambda: parse_task("BW1d0"), "'BW1d0' is not a task"),
-        (lambda: Schedule("any", 1, 1, ((),), "u"), "placement: is 'u'"),
-        (lambda: Schedule("any", 1, 3, ((),), "v"), "two chunks per stage"),
         (lambda: Schedule("any", 1, 1, ()), "stages: is 0"),
     ],
 )
@@ -342,12 +259,12 @@ def test_bad_values(make, expected: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv(name: str, tmp_path) -> None:
-    """A schedule that was written is read back whole: orders, placement, and whether it has a flush."""
+    """A schedule that was written is read back whole: its orders, and whether it has a flush."""
     schedule = make_schedule(name, 4, 8, dict(EACH).get(name, 1))
     text = to_csv(schedule)
     (tmp_path / "mine.csv").write_text(text, encoding="utf-8")
     assert read_schedule(tmp_path / "mine.csv") == dataclasses.replace(schedule, name="mine")
-    assert text.count("#") == (schedule.placement == "v") + (not schedule.flush)
+    assert text.startswith("# flush=no") != schedule.flush
 
 
 GOOD = "F0,F1,,BW0,,BW1\n,F0,BW0,F1,BW1,\n"
@@ -371,8 +288,8 @@ def test_csv_dialects(text: str, tmp_path) -> None:
         ),
         (GOOD.replace("F1,,", "F0,,"), ["stage 0, tick 1: F0 repeats F0 of tick 0", "missing: F1"]),
         (GOOD.replace(",BW1,\n", ",,\n"), ["stage 1: tasks are missing: BW1"]),
-        (GOOD.replace(",BW1,\n", ",B1,\n"), ["stage 1: tasks are missing: W1"]),
-        (GOOD.replace(",BW1,\n", ",B1,BW1\n"), ["stage 1, tick 5: BW1 repeats B1 of tick 4"]),
+        (GOOD.replace(",BW1,\n", ",B1,\n"), ["'B1' is not a task", "tasks are missing: BW1"]),
+        (GOOD.replace(",BW1,\n", ",BW1,BW1\n"), ["stage 1, tick 5: BW1 repeats BW1 of tick 4"]),
         (
             GOOD.replace("F0,F1,", "F0 F1,,"),
             ["stage 0, tick 0: a tick has one task", "F0 F1: 2 tasks"],
@@ -399,10 +316,9 @@ def test_csv_dialects(text: str, tmp_path) -> None:
         ("F0,BW0,F99999999999\n", ["missing: F1 BW1 F2 BW2 F3 BW3 F4 BW4 and more"]),
         ('"F0', ["cannot be read"]),
         (
-            "# placement=w\n# flushes=no\n" + GOOD,
-            ["line 1: '# placement=w' is no setting", "line 2:", "# placement=v or # flush=yes"],
+            "# flushes=no\n" + GOOD + "# end\n",
+            ["line 1: '# flushes=no' has no meaning", "line 4: '# end'", "fix: # flush=no"],
         ),
-        ("# placement=v\n" + GOOD, ['"v" has two chunks per stage']),
     ],
 )
 def test_bad_csv(text: str, expected: list[str], tmp_path) -> None:
