@@ -188,8 +188,7 @@ def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dic
     ]
     # Of the simulator's B and W only the sum matters here.
     makespans = [
-        simulate(step.schedule, forward=FORWARD, backward=BACKWARD).makespan
-        for step in steps
+        simulate(step.schedule, forward=FORWARD, backward=BACKWARD).makespan for step in steps
     ]
     in_step = [float(step.table.time(FORWARD, BACKWARD)) for step in steps]
     lines = []

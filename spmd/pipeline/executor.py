@@ -165,7 +165,7 @@ class _Stage:
     def _run_forward(
         self, inputs: Any, saved: Any, row: dict[str, jax.Array]
     ) -> tuple[Stream, Any]:
-        """Run the forward task, if there is one; return its output, and slots of what is kept."""
+        """Run the forward task, if there is one; return its output and the slots after it."""
 
         def forward(saved: Any) -> tuple[Stream, Any]:
             at = self._at(row["forward"], row["forward_chunk"])
@@ -304,7 +304,7 @@ def take_slot(slots: Any, slot: jax.Array) -> Any:
 
 
 def put_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
-    """Write a value into a slot that is there."""
+    """Write a value into a slot."""
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)

@@ -59,7 +59,9 @@ def read_schedule(
     if chunks is None:
         chunks = 1 + max(task.chunk for task in tasks)
     try:
-        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders), flush=_NO_FLUSH not in lines)
+        schedule = Schedule(
+            path.stem, microbatches, chunks, tuple(orders), flush=_NO_FLUSH not in lines
+        )
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
     problems += check_schedule(schedule, ticks)

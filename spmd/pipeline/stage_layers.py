@@ -1,4 +1,4 @@
-"""A stage's layers as a forward and a backward task, and what is kept between the two.
+"""A stage's layers as a forward and a backward task, with arrays kept between the two.
 
 | | forward task | kept | backward task |
 |---|---|---|---|
@@ -47,7 +47,7 @@ class StageLayers(Protocol):
 
     @property
     def saved(self) -> Sequence[jax.ShapeDtypeStruct]:
-        """The arrays that are kept between the tasks."""
+        """The arrays kept between the tasks."""
 
     def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
         """Return the stage's output, and the arrays to keep."""
@@ -59,7 +59,7 @@ class StageLayers(Protocol):
 
 
 class RecomputedLayers:
-    """Layers whose backward task runs the forward pass again, from the stage's input."""
+    """Layers with nothing kept: the backward task runs the forward pass again."""
 
     saved = ()
 
@@ -79,7 +79,7 @@ class RecomputedLayers:
 
 
 class SavedLayers:
-    """Layers whose backward task starts from what the remat policy saved of the forward task.
+    """Layers with the saved arrays of the remat policy kept from the forward task.
 
     Args:
         example: Arguments of a task; only shapes count.
@@ -125,7 +125,7 @@ class SavedLayers:
 
 
 def _vjp(model: StageModel, at: Microbatch, stream: Stream) -> tuple[Stream, Derivative]:
-    """Run layers; return the output and the derivative, whose leaves are what the policy saves."""
+    """Run layers; return the output and the derivative, a tree of the policy's saved arrays."""
 
     def run(layers: Any, shared: Any, stream: Stream) -> Stream:
         return model.run_layers(layers, shared, stream, at.number, at.chunk)

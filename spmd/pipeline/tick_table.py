@@ -205,7 +205,7 @@ def _fill_input_slots(
     *,
     recompute: bool,
 ) -> None:
-    """Write the slots of the inputs of a stage, each held until the last task that reads it."""
+    """Write the slots of the inputs of a stage, each held until its last reader."""
     held: dict[Pass, tuple[int, int]] = {}  # first and last tick
     for task, tick in ticks.items():
         kind, virtual_stage, i = task
@@ -232,7 +232,7 @@ def _fill_input_slots(
 def _fill_saved_slots(
     columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
 ) -> None:
-    """Write the slots of what the policy saves, from a forward task to its backward task."""
+    """Write the slots of saved arrays, held from a forward task to its backward task."""
     held: dict[Pass, tuple[int, int]] = {}  # first and last tick
     for task, tick in ticks.items():
         kind, virtual_stage, i = task
@@ -364,7 +364,7 @@ class _WaitingTasks:
                 self.backwards.append((virtual_stage, task.microbatch, listed))
 
     def run_forwards(self, ticks: dict[Pass, int], tick: int) -> None:
-        """Run the next forward task in this tick, and those that take no time.
+        """Run the next forward task in this tick, and tasks without a time of their own.
 
         Each runs only if its input has arrived.
         """
@@ -431,9 +431,7 @@ def _steady_state(stages: int, microbatches: int) -> TickTable:
         "gradient_slot": np.where(sends, 0, IDLE),
     }
     int32 = {name: column.astype(np.int32) for name, column in columns.items()}
-    return TickTable(
-        microbatches, 1, depth, saved_depth=0, gradient_depth=1, versions=2, **int32
-    )
+    return TickTable(microbatches, 1, depth, saved_depth=0, gradient_depth=1, versions=2, **int32)
 
 
 def _allocate_slots(lifetimes: Mapping[Pass, tuple[int, int]]) -> dict[Pass, int]:

@@ -682,13 +682,13 @@ def changed_flags(settings: Settings, other: Settings) -> str:
 
 
 def _written(flags: Mapping[str, str]) -> Iterator[str]:
-    """Yield flags as a command line has them; one that is on has no value."""
+    """Yield flags as on a command line."""
     for name, value in flags.items():
         yield f"--{name} {value}".rstrip()
 
 
 def _flags(settings: Settings) -> dict[str, str]:
-    """Return flag → value on a command line; the value of one that is on is empty."""
+    """Return flag → value on a command line, empty for a switch."""
     mesh = settings["mesh"].sizes
     flags = dict[str, str]()
     for axis in AXES:
@@ -702,15 +702,21 @@ def _flags(settings: Settings) -> dict[str, str]:
         if name in settings:
             flags[name] = str(settings[name])
     if "pipeline" in settings and mesh["pipe"] > 1:
-        pipeline = settings["pipeline"]
-        flags["pipeline.schedule"] = pipeline.schedule
-        flags["pipeline.microbatches"] = str(pipeline.microbatches)
-        if pipeline.chunks:
-            flags["pipeline.chunks"] = str(pipeline.chunks)
-        if pipeline.recompute:
-            flags["pipeline.recompute"] = ""
+        flags |= _pipeline_flags(settings["pipeline"])
     if settings.get("offload"):
         flags["offload"] = " ".join(settings["offload"])
+    return flags
+
+
+def _pipeline_flags(pipeline: PipelineConfig) -> dict[str, str]:
+    flags = {
+        "pipeline.schedule": pipeline.schedule,
+        "pipeline.microbatches": str(pipeline.microbatches),
+    }
+    if pipeline.chunks:
+        flags["pipeline.chunks"] = str(pipeline.chunks)
+    if pipeline.recompute:
+        flags["pipeline.recompute"] = ""
     return flags
 
 

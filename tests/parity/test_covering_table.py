@@ -43,13 +43,6 @@ MODELS: dict[str, tuple[ModelConfig, Rules]] = {
     "mixtral": (mixtral.mixtral(**SHAPE, d_ff=16, router=ROUTER), MIXTRAL),
     "mixtral-capacity": (mixtral.mixtral(**SHAPE, d_ff=16, router=UNLIMITED), MIXTRAL),
 }
-PIPELINES = {
-    "1": PipelineConfig(),
-    **{
-        name: PipelineConfig(name, MICROBATCHES)
-        for name in ("gpipe", "1f1b", "interleaved")
-    },
-}
 BATCHES = token_batches((BATCH, SEQUENCE), VOCAB, steps=2)
 TABLE = LAYOUTS.read_table()
 # In bfloat16 (1e-3 and 3e-1 were seen) gross errors show, and nothing else: every pair of other
@@ -75,7 +68,7 @@ def config_of(row: Row) -> TrainConfig:
         attention=row["attention"],
         context="ring" if row["sequence"] == "1" else row["sequence"],
         offload=() if row["offload"] == "nothing" else tuple(row["offload"].split("+")),
-        pipeline=PIPELINES[row["pipe"]],
+        pipeline=pipeline_of(row),
         optimizer=spmd.OptimizerConfig(
             name="sgd", learning_rate=0.1, schedule="constant", clip_norm=0.5
         ),
@@ -83,6 +76,14 @@ def config_of(row: Row) -> TrainConfig:
         accumulate=int(row["accumulate"]),
         logits_chunk=7,
     )
+
+
+def pipeline_of(row: Row) -> PipelineConfig:
+    """A row's pipeline; what is offloaded cannot be kept in slots of stages."""
+    if row["pipe"] == "1":
+        return PipelineConfig()
+    recompute = row["remat"].startswith("offload")
+    return PipelineConfig(row["pipe"], MICROBATCHES, recompute=recompute)
 
 
 def setup_of(config: TrainConfig) -> TrainSetup:

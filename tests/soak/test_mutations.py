@@ -90,8 +90,8 @@ MUTATIONS = {
     ),
     "stale slot": Mutation(
         "spmd/pipeline/executor.py",
-        '*(select_chunk(chunks, group), own, read_slot(inputs, row["backward_slot"])),',
-        '*(select_chunk(chunks, group), own, read_slot(carry["inputs"], row["backward_slot"])),',
+        'take_slot(slots["saved"], row["backward_saved_slot"])',
+        'take_slot(slots["saved"], row["forward_saved_slot"])',
         ("tests/parity/test_pipelines.py::test_a_schedule_from_a_file",),
     ),
     "slot taken too early": Mutation(

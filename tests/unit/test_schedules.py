@@ -198,10 +198,7 @@ def test_as_table() -> None:
         assert tuple(tuple(task for task in row if task) for row in table) == schedule.orders
         assert len({len(row) for row in table}) == 1
         if name in ("gpipe", "1f1b", "interleaved"):
-            assert (
-                len(table[0])
-                == simulate(schedule, forward=chunks, backward=chunks).makespan
-            )
+            assert len(table[0]) == simulate(schedule, forward=chunks, backward=chunks).makespan
 
 
 @pytest.mark.parametrize(
