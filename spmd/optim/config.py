@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 from spmd.errors import (
     ConfigError,
@@ -31,6 +30,7 @@ from spmd.errors import (
 from spmd.model_interface.kernels import read_matrices
 from spmd.model_interface.model import Model, ModelInfo
 from spmd.optim.ema import with_ema
+from spmd.optim.owned_matrices import UpdateLayout, nesterov_momentum, orthogonalize
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.treatment import Treatment, read_model
@@ -464,7 +464,7 @@ def _direction(config: OptimizerConfig, treatment: Treatment) -> optax.GradientT
             factored = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
             return per_layer(factored, stacks)
         case "muon":
-            return per_layer(_muon(config, treatment), stacks)
+            return _muon(config, treatment)
         case "lion":
             return quantize(optax.scale_by_lion(config.b1, config.b2))
         case "sgd":
@@ -507,29 +507,35 @@ MUON_RMS = 0.2
 2.2)."""
 
 
-def _muon(config: OptimizerConfig, treatment: Treatment) -> optax.GradientTransformation:
-    """Return Muon for the matrices of a layer and AdamW for the rest, for use in `per_layer`."""
+def _muon(config: OptimizerConfig, treatment: Treatment) -> optax.GradientTransformationExtraArgs:
+    """Return Muon for the matrices of layers and AdamW for the rest.
 
-    def dimensions(path: str, x: Any) -> contrib.MuonDimensionNumbers:
-        matrix = treatment.matrix(path, x.ndim)
-        assert matrix is not None  # the label of others is another one
-        return contrib.MuonDimensionNumbers(matrix.inputs, matrix.outputs)
+    Its update takes the extra argument `layout`, an `UpdateLayout`; without it, each device
+    computes what XLA makes of the matrices.
+    """
 
     def label(path: str, x: Any) -> str:
         return "adamw" if treatment.matrix(path, x.ndim) is None else "muon"
 
-    def scaled(path: str, x: jax.Array) -> jax.Array:
-        matrix = treatment.matrix(path, x.ndim)
-        assert matrix is not None
-        # The root mean square of an orthogonal matrix is 1 / √(its longer side).
-        return x * (MUON_RMS * math.sqrt(max(matrix.sides(x.shape))))
-
-    by_path = functools.partial(map_with_path, dimensions)
-    orthogonal = contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=by_path)
-    scale = optax.stateless(lambda updates, params: map_with_path(scaled, updates))
     adamw = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    momentum = optax.chain(nesterov_momentum(config.momentum), optax.identity())
     labels = functools.partial(map_with_path, label)
-    return optax.partition({"muon": optax.chain(orthogonal, scale), "adamw": adamw}, labels)
+    by_layer = per_layer(
+        optax.partition({"muon": momentum, "adamw": adamw}, labels), treatment.stacks
+    )
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        layout: UpdateLayout | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
+        updates, state = by_layer.update(updates, state, params, **extra)
+        return orthogonalize(updates, treatment, layout, MUON_RMS), state
+
+    return optax.GradientTransformationExtraArgs(by_layer.init, update)
 
 
 def check_patterns(

@@ -31,12 +31,13 @@ COMPILE = f"""
     model = spmd.from_nnx(DecoderConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
     found = {{}}
     for case in sys.argv[2:]:
-        name, *sizes = case.split()
+        name, *sizes, kept = case.split()
         stages, microbatches, chunks = map(int, sizes)
         mesh = spmd.make_mesh(devices=devices, pipe=stages, fsdp=2, tensor=2)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
         plan = spmd.make_plan(mesh, LLAMA, model, optimizer, attention="xla")
-        table = tabulate(make_schedule(name, stages, microbatches, chunks))
+        schedule = make_schedule(name, stages, microbatches, chunks)
+        table = tabulate(schedule, recompute=kept == "inputs")
         dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
         shape = ({EXAMPLES} * microbatches, {SEQ})
         batch = {{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}}
@@ -62,8 +63,8 @@ COMPILE = f"""
     print(json.dumps(found))
 """
 FEW, MANY = 4, 32
-FLAT = {"1f1b": "1f1b 2 {} 1", "interleaved": "interleaved 2 {} 2"}
-GROWS = {"gpipe": "gpipe 2 {} 1"}
+FLAT = {"1f1b": "1f1b 2 {} 1 saved", "interleaved": "interleaved 2 {} 2 saved"}
+GROWS = {"gpipe": "gpipe 2 {} 1 inputs", "gpipe that saves": "gpipe 2 {} 1 saved"}
 CASES = [case.format(m) for case in (FLAT | GROWS).values() for m in (FEW, MANY)]
 
 pytestmark = pytest.mark.soak
@@ -84,8 +85,8 @@ def growth(schedule, figure):
 
 @pytest.mark.parametrize("schedule", FLAT)
 def test_memory_does_not_grow_with_microbatches(schedule):
-    """A stage keeps what is on its way, and nothing of microbatches that are through: 2 % are for the batch itself."""
-    assert growth(schedule, "temporaries")[1] < 0.02
+    """A stage keeps what is on its way, and nothing of microbatches that are through: 2.5 % are for the batch itself."""
+    assert growth(schedule, "temporaries")[1] < 0.025
 
 
 @pytest.mark.parametrize("figure", ["temporaries", "total", "estimate"])
@@ -99,6 +100,12 @@ def test_the_ledger_knows_how_much_gpipe_grows():
     (predicted, _), (allocated, _) = growth("gpipe", "estimate"), growth("gpipe", "total")
     assert predicted == pytest.approx(allocated, rel=0.15)
     assert growth("gpipe", "stages")[0] == (MANY - FEW) * STREAM
+    # Of what remat saves, here everything, the ledger counts a third more than a TPU keeps.
+    (predicted, _), (allocated, _) = (
+        growth("gpipe that saves", figure) for figure in ("estimate", "total")
+    )
+    assert allocated < predicted < 1.45 * allocated
+    assert allocated > 10 * (MANY - FEW) * STREAM
     # control: the other schedule's growth is none
     assert growth("1f1b", "estimate")[0] < 0.02 * predicted
 
@@ -201,8 +208,8 @@ def test_interleaved_layers_travel_once(case):
 
 def test_the_ticks_are_as_published():
     """1F1B fills and drains the pipeline once: m + 2 (p − 1)."""
-    assert compiled("v5e:2x4", *CASES)["1f1b 2 4 1"]["ticks"] == 4 + 2 * (2 - 1)
-    assert compiled("v5e:2x4", *CASES)["1f1b 2 32 1"]["ticks"] == 32 + 2 * (2 - 1)
+    assert compiled("v5e:2x4", *CASES)["1f1b 2 4 1 saved"]["ticks"] == 4 + 2 * (2 - 1)
+    assert compiled("v5e:2x4", *CASES)["1f1b 2 32 1 saved"]["ticks"] == 32 + 2 * (2 - 1)
 
 
 LARGER = [
@@ -215,7 +222,7 @@ LARGER = [
 @pytest.mark.parametrize("topology", LARGER)
 def test_it_compiles_for_larger_machines(topology):
     """Four stages on sixteen chips; what goes between them is in no branch, which other stages do not enter."""
-    (found,) = compiled(topology, "1f1b 4 8 1").values()
+    (found,) = compiled(topology, "1f1b 4 8 1 saved").values()
     assert found["ticks"] == 8 + 2 * 3
     permutes = [record for record in found["over pipe"] if record[0] == "collective-permute"]
     assert (

@@ -1,0 +1,325 @@
+"""Muon's orthogonalisation, with each matrix whole on the devices that own it.
+
+A stack of kernels is `[layer, …, inputs, outputs]`, and its inputs or outputs are split over devices.
+The same devices own its matrices instead: an exchange gathers each matrix where it is owned, in the
+compute dtype; it is orthogonalised there, and sent back.
+
+```
+[96, m/4, n]  ──▶ all-to-all ──▶ [24, m, n] ──▶ Newton–Schulz ──▶ all-to-all ──▶ [96, m/4, n]
+```
+
+Kernels of equal matrices go together, and if they are fewer than the owners, the next kernels begin
+where they end: a device without a matrix of a kind does not compute. Stacked dimensions that are
+split already, such as experts, stay where they are. Sources: Jordan et al., 2024
+(https://kellerjordan.github.io/posts/muon/); Liu et al., arXiv:2502.16982 (owners).
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+from spmd.optim.treatment import Treatment
+from spmd.sharding.dims import Dims, dims_spec, local_shape, spec_dims
+from spmd.sharding.layer_paths import dims_of
+from spmd.sharding.mesh import AnyMesh, shards_of
+from spmd.tree import flatten, map_with_path
+
+_NEWTON_SCHULZ = contrib.scale_by_muon(beta=0.0, nesterov=False)
+"""Without momentum, it orthogonalises."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class UpdateLayout:
+    """Sharding of an optimizer's arrays, an extra argument of its update (`layout`).
+
+    Attributes:
+        specs: Path of a parameter and the spec of its optimizer state, as pairs.
+        dtype: The compute dtype.
+    """
+
+    mesh: AnyMesh
+    specs: tuple[tuple[str, P], ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, plan: Any) -> "UpdateLayout":
+        """Return the layout of a plan, from the state of the same shape as each parameter."""
+        shapes = {entry.path: entry.shape for entry in plan.params}
+        specs = dict[str, P]()
+        for entry in plan.optimizer_state:
+            path = _param_of(entry.path, shapes)
+            if path and entry.shape == shapes[path]:
+                specs[path] = entry.spec
+        return cls(plan.mesh, tuple(specs.items()), jnp.dtype(plan.precision.compute))
+
+
+def _param_of(path: str, params: Container[str]) -> str:
+    """Return the parameter at the end of the path of an optimizer's array; empty if none is."""
+    parts = path.split("/")
+    for first in range(1, len(parts)):
+        end = "/".join(parts[first:])
+        if end in params:
+            return end
+    return ""
+
+
+def nesterov_momentum(beta: float) -> optax.GradientTransformation:
+    """Return the momentum of Muon, with the state of `optax.contrib.scale_by_muon`."""
+    muon = contrib.scale_by_muon(beta=beta)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
+        mixed = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return mixed, state._replace(count=count, mu=mu)
+
+    return optax.GradientTransformation(muon.init, update)
+
+
+def orthogonalize(
+    updates: Any, treatment: Treatment, layout: UpdateLayout | None, rms: float
+) -> Any:
+    """Orthogonalise the matrices of a tree of updates; other arrays stay as they are.
+
+    Args:
+        updates: Arrays as parameters are stored.
+        layout: None for no exchange: each device computes what XLA makes of it.
+        rms: The root mean square of the results.
+    """
+    arrays = {path: x for path, x in flatten(updates).items() if hasattr(x, "shape")}
+    kernels = list(_kernels(arrays, treatment, layout))
+    owned = collections.defaultdict[Any, list[_Kernel]](list)
+    for kernel in kernels:
+        if kernel.owners:
+            owned[kernel.kind].append(kernel)
+    done = dict(arrays)
+    for kernel in kernels:
+        if not kernel.owners:
+            done[kernel.path] = kernel.restore(_over_batch(kernel.arranged(arrays[kernel.path])))
+    first = 0  # the first owner of the next kernels
+    for group in owned.values():
+        assert layout is not None, "without a layout nothing is split"
+        done |= _exchanged(group, arrays, layout, first)
+        first = _next_owner(group, layout, first)
+    for kernel in kernels:
+        # The root mean square of an orthogonal matrix is 1 / √(its longer side).
+        done[kernel.path] *= rms * math.sqrt(kernel.sides[1])
+    return map_with_path(lambda path, x: done.get(path, x), updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A stack of matrices, its longer side last.
+
+    Attributes:
+        order: The dimensions as stored, in the order of the matrices: batch, rows, columns.
+        shape: Its shape in that order.
+        dims: The mesh axes of each dimension in that order.
+        batch: Number of dimensions before the matrices.
+        sides: Rows and columns.
+    """
+
+    path: str
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    dims: tuple[tuple[str, ...], ...]
+    batch: int
+    rows: int
+    sides: tuple[int, int]
+
+    @property
+    def sides_dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The mesh axes of rows and of columns."""
+        return self.dims[self.batch], self.dims[self.batch + self.rows]
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The mesh axes over which matrices are owned; none if they are whole already.
+
+        None, too, where axes split another dimension of a side than its first: a reshape would
+        gather it.
+        """
+        firsts = self.batch, self.batch + self.rows
+        for dim, axes in enumerate(self.dims):
+            if axes and dim >= self.batch and dim not in firsts:
+                return ()
+        rows, columns = self.sides_dims
+        return rows + columns
+
+    @property
+    def spec(self) -> P:
+        """The spec of the arranged matrices."""
+        return dims_spec([*self.dims[: self.batch], *self.sides_dims])
+
+    @property
+    def kind(self) -> Any:
+        """What kernels of one exchange have in common."""
+        return self.sides, self.sides_dims, self.dims[: self.batch]
+
+    def arranged(self, x: jax.Array) -> jax.Array:
+        """Return the matrices `[*batch, rows, columns]`."""
+        return x.transpose(self.order).reshape(*self.shape[: self.batch], *self.sides)
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        """Return an array as stored; the inverse of `arranged`."""
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return x.reshape(self.shape).transpose(back)
+
+
+def _kernels(
+    arrays: Mapping[str, Any], treatment: Treatment, layout: UpdateLayout | None
+) -> Iterator[_Kernel]:
+    """Yield the stack of matrices of each array that has any."""
+    specs: Mapping[str, P] = {}
+    if layout is not None:
+        specs = dict(layout.specs)
+    for path, x in arrays.items():
+        stacked = dims_of(path, treatment.stacks)
+        own = [dim for dim in range(x.ndim) if dim not in stacked]
+        matrix = treatment.matrix(path, len(own))
+        if matrix is None:
+            continue
+        short, long = matrix.inputs, matrix.outputs
+        sides = matrix.sides([x.shape[dim] for dim in own])
+        if sides[0] > sides[1]:  # f(X) = f(Xᵀ)ᵀ
+            short, long = long, short
+        of_matrix = [own[dim] for dim in (*short, *long)]
+        batch = [dim for dim in range(x.ndim) if dim not in of_matrix]
+        order = (*batch, *of_matrix)
+        dims: Dims = [()] * x.ndim
+        if layout is not None:
+            split = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
+            dims = spec_dims(specs.get(path, P()), x.ndim, split)
+        yield _Kernel(
+            path,
+            order,
+            tuple(x.shape[dim] for dim in order),
+            tuple(tuple(dims[dim]) for dim in order),
+            len(batch),
+            len(short),
+            (min(sides), max(sides)),
+        )
+
+
+def _newton_schulz(matrix: jax.Array) -> jax.Array:
+    """Orthogonalise one matrix."""
+    state = _NEWTON_SCHULZ.init(matrix)
+    result, _ = _NEWTON_SCHULZ.update(matrix, state)
+    return result
+
+
+def _over_batch(x: jax.Array) -> jax.Array:
+    """Orthogonalise the matrices of the last two dimensions."""
+    function: Callable[[jax.Array], jax.Array] = _newton_schulz
+    for _ in range(x.ndim - 2):
+        function = jax.vmap(function)
+    return function(x)
+
+
+class _Shares(NamedTuple):
+    """The distribution of matrices of one kind.
+
+    Attributes:
+        count: Matrices in all, of a device's part of the batch.
+        each: Matrices of an owner; the last owners may have fewer.
+    """
+
+    owners: int
+    count: int
+    each: int
+
+
+def _shares(group: Sequence[_Kernel], layout: UpdateLayout) -> _Shares:
+    owners = shards_of(group[0].owners, layout.mesh.shape)
+    count = 0
+    for kernel in group:
+        dims = kernel.dims[: kernel.batch]
+        count += math.prod(local_shape(kernel.shape[: kernel.batch], dims, layout.mesh.shape))
+    return _Shares(owners, count, -(-count // owners))
+
+
+def _next_owner(group: Sequence[_Kernel], layout: UpdateLayout, first: int) -> int:
+    """Return the owner after the last of a group."""
+    shares = _shares(group, layout)
+    busy = -(-shares.count // shares.each)
+    return (first + busy) % shares.owners
+
+
+def _exchanged(
+    group: Sequence[_Kernel], arrays: Mapping[str, Any], layout: UpdateLayout, first: int
+) -> dict[str, jax.Array]:
+    """Return the orthogonalised arrays of kernels of one kind.
+
+    Args:
+        first: The first owner.
+    """
+    kind = group[0]
+    stacks = [kernel.arranged(arrays[kernel.path].astype(layout.dtype)) for kernel in group]
+    specs = tuple(kernel.spec for kernel in group)
+    manual = {axis for axes in kind.dims for axis in axes}
+    region = jax.shard_map(
+        functools.partial(_in_region, kind=kind, shares=_shares(group, layout), first=first),
+        mesh=layout.mesh,
+        in_specs=specs,
+        out_specs=specs,
+        axis_names=manual,
+        check_vma=False,
+    )
+    done = {}
+    for kernel, x in zip(group, region(*stacks), strict=True):
+        done[kernel.path] = kernel.restore(x).astype(arrays[kernel.path].dtype)
+    return done
+
+
+def _in_region(
+    *stacks: jax.Array, kind: _Kernel, shares: _Shares, first: int
+) -> tuple[jax.Array, ...]:
+    """Exchange a device's parts of matrices, and orthogonalise the matrices that it owns."""
+    parts = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+    missing = shares.each * shares.owners - shares.count
+    parts.append(jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype))
+    shift = first * shares.each
+    rows = jnp.roll(jnp.concatenate(parts), shift, axis=0)
+    exchanges = [(axes, dim) for dim, axes in enumerate(kind.sides_dims, start=1) if axes]
+    # XLA:CPU takes the parts of a concatenation, in layouts that differ, without the barrier.
+    rows = jax.lax.optimization_barrier(rows)
+    for axes, dim in exchanges:
+        rows = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=dim, tiled=True)
+    rows = _of_owner(rows, kind, shares, first)
+    for axes, dim in reversed(exchanges):
+        rows = jax.lax.all_to_all(rows, axes, split_axis=dim, concat_axis=0, tiled=True)
+    rows = jnp.roll(rows, -shift, axis=0)
+    found = []
+    for x in stacks:
+        taken = math.prod(x.shape[:-2])
+        found.append(rows[:taken].reshape(x.shape))
+        rows = rows[taken:]
+    return tuple(found)
+
+
+def _of_owner(rows: jax.Array, kind: _Kernel, shares: _Shares, first: int) -> jax.Array:
+    """Orthogonalise the matrices of a device; others are zeros, which fill up, and stay."""
+    if shares.each * shares.owners == shares.count:
+        return _over_batch(rows)
+    owner = (jax.lax.axis_index(kind.owners) - first) % shares.owners
+    place = owner * shares.each
+
+    def one(numbered: tuple[jax.Array, jax.Array]) -> jax.Array:
+        number, matrix = numbered
+        is_there = place + number < shares.count
+        return jax.lax.cond(is_there, _newton_schulz, lambda x: x, matrix)
+
+    return jax.lax.map(one, (jnp.arange(shares.each), rows))
