@@ -129,7 +129,7 @@ class _Kernel:
         shape: Its shape in that order.
         dims: The mesh axes of each dimension in that order.
         batch: Number of dimensions before the matrices.
-        sides: Rows and columns.
+        rows: Number of dimensions of the shorter side.
     """
 
     path: str
@@ -138,7 +138,12 @@ class _Kernel:
     dims: tuple[tuple[str, ...], ...]
     batch: int
     rows: int
-    sides: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns."""
+        columns = self.batch + self.rows
+        return math.prod(self.shape[self.batch : columns]), math.prod(self.shape[columns:])
 
     @property
     def sides_dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -184,33 +189,34 @@ def _kernels(
 ) -> Iterator[_Kernel]:
     """Yield the stack of matrices of each array that has any."""
     specs: Mapping[str, P] = {}
+    split: tuple[str, ...] = ()
     if layout is not None:
         specs = dict(layout.specs)
+        split = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
     for path, x in arrays.items():
         stacked = dims_of(path, treatment.stacks)
         own = [dim for dim in range(x.ndim) if dim not in stacked]
         matrix = treatment.matrix(path, len(own))
         if matrix is None:
             continue
-        short, long = matrix.inputs, matrix.outputs
-        sides = matrix.sides([x.shape[dim] for dim in own])
-        if sides[0] > sides[1]:  # f(X) = f(Xᵀ)ᵀ
-            short, long = long, short
-        of_matrix = [own[dim] for dim in (*short, *long)]
-        batch = [dim for dim in range(x.ndim) if dim not in of_matrix]
-        order = (*batch, *of_matrix)
-        dims: Dims = [()] * x.ndim
-        if layout is not None:
-            split = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
-            dims = spec_dims(specs.get(path, P()), x.ndim, split)
+        dims = spec_dims(specs.get(path, P()), x.ndim, split)
+        sides = [[own[dim] for dim in side] for side in (matrix.inputs, matrix.outputs)]
+
+        def by_length(side: Sequence[int], x: Any = x, dims: Dims = dims) -> tuple[int, bool]:
+            is_whole = not dims[side[0]]
+            return math.prod(x.shape[dim] for dim in side), is_whole
+
+        # f(X) = f(Xᵀ)ᵀ. Of a square, the split side comes first, so that more kernels are alike.
+        rows, columns = sorted(sides, key=by_length)
+        batch = [dim for dim in range(x.ndim) if dim not in (*rows, *columns)]
+        order = (*batch, *rows, *columns)
         yield _Kernel(
-            path,
-            order,
-            tuple(x.shape[dim] for dim in order),
-            tuple(tuple(dims[dim]) for dim in order),
-            len(batch),
-            len(short),
-            (min(sides), max(sides)),
+            path=path,
+            order=order,
+            shape=tuple(x.shape[dim] for dim in order),
+            dims=tuple(tuple(dims[dim]) for dim in order),
+            batch=len(batch),
+            rows=len(rows),
         )
 
 
