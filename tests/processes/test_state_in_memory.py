@@ -223,5 +223,6 @@ def run_kills(kills, folder, seed, capsys):
 @pytest.mark.soak
 def test_fifty_kills_leave_no_trace(tmp_path, capsys):
     """Of a process, of all of a host, SIGTERM, and of everything: bitwise the undisturbed run."""
-    repeated = run_kills(int(os.environ.get("KILLS", 50)), tmp_path, 1, capsys)
+    kills, seed = int(os.environ.get("KILLS", 50)), int(os.environ.get("KILLS_SEED", 1))
+    repeated = run_kills(kills, tmp_path, seed, capsys)
     assert {kind for kind, _ in repeated} == set(KINDS)
