@@ -409,8 +409,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     offloads = dict.fromkeys((config.offload, _STATE))
     for shape in _mesh_shapes(config, topology):
         zeros = (3, 1) if _splits_state(config, shape) else (0,)
-        schedules = ("1f1b", "interleaved") if shape.pipe > 1 else ("1f1b",)
-        choices = itertools.product(zeros, remats, _MICROBATCHES, schedules, offloads)
+        choices = itertools.product(zeros, remats, _MICROBATCHES, _schedules(shape), offloads)
         for zero, remat, parts, schedule, offload in choices:
             if not _takes_microbatches(config, shape, parts):
                 continue
@@ -419,9 +418,16 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                 "slices": MeshShape(data=topology.slices),
                 "zero": zero,
                 "remat": remat,
-                **_microbatch_settings(config, shape, schedule, parts),
+                **_microbatch_settings(config, shape, *schedule, parts),
                 "offload": offload,
             }
+
+
+def _schedules(shape: MeshShape) -> list[tuple[str, bool]]:
+    """Return each schedule to try, and whether its backward tasks run the forward pass again."""
+    if shape.pipe == 1:
+        return [("1f1b", False)]
+    return list(itertools.product(("1f1b", "interleaved"), (False, True)))
 
 
 def make_search(source: StepSource, topology: Topology, file: Path | None) -> Search:
@@ -644,11 +650,10 @@ def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) 
 
 
 def _microbatch_settings(
-    config: TrainConfig[Any], shape: MeshShape, schedule: str, parts: int
+    config: TrainConfig[Any], shape: MeshShape, schedule: str, recompute: bool, parts: int
 ) -> dict[str, Any]:
     """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
     chunks = config.pipeline.chunks if schedule == "interleaved" else 0
-    recompute = config.pipeline.recompute
     if shape.pipe > 1:
         pipeline = PipelineConfig(schedule, parts, chunks, recompute)
         return {"accumulate": 1, "pipeline": pipeline}
