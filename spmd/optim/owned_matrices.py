@@ -17,6 +17,7 @@ split already, such as experts, stay where they are. Sources: Jordan et al., 202
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -200,24 +201,32 @@ def _kernels(
         if matrix is None:
             continue
         dims = spec_dims(specs.get(path, P()), x.ndim, split)
-        sides = [[own[dim] for dim in side] for side in (matrix.inputs, matrix.outputs)]
+        inputs = [own[dim] for dim in matrix.inputs]
+        outputs = [own[dim] for dim in matrix.outputs]
+        yield _kernel(path, x.shape, dims, inputs, outputs)
 
-        def by_length(side: Sequence[int], x: Any = x, dims: Dims = dims) -> tuple[int, bool]:
-            is_whole = not dims[side[0]]
-            return math.prod(x.shape[dim] for dim in side), is_whole
 
-        # f(X) = f(Xᵀ)ᵀ. Of a square, the split side comes first, so that more kernels are alike.
-        rows, columns = sorted(sides, key=by_length)
-        batch = [dim for dim in range(x.ndim) if dim not in (*rows, *columns)]
-        order = (*batch, *rows, *columns)
-        yield _Kernel(
-            path=path,
-            order=order,
-            shape=tuple(x.shape[dim] for dim in order),
-            dims=tuple(tuple(dims[dim]) for dim in order),
-            batch=len(batch),
-            rows=len(rows),
-        )
+def _kernel(
+    path: str, shape: Sequence[int], dims: Dims, inputs: Sequence[int], outputs: Sequence[int]
+) -> _Kernel:
+    """Return the stack of matrices of an array; inputs and outputs are dimensions as stored."""
+
+    def by_length(side: Sequence[int]) -> tuple[int, bool]:
+        is_whole = not dims[side[0]]
+        return math.prod(map(shape.__getitem__, side)), is_whole
+
+    # f(X) = f(Xᵀ)ᵀ. Of a square, the split side comes first, so that more kernels are alike.
+    rows, columns = sorted((inputs, outputs), key=by_length)
+    batch = sorted(set(range(len(shape))) - {*rows, *columns})
+    order = (*batch, *rows, *columns)
+    ordered_shape = list[int]()
+    ordered_dims = list[tuple[str, ...]]()
+    for dim in order:
+        ordered_shape.append(shape[dim])
+        ordered_dims.append(tuple(dims[dim]))
+    return _Kernel(
+        path, order, tuple(ordered_shape), tuple(ordered_dims), batch=len(batch), rows=len(rows)
+    )
 
 
 def _newton_schulz(matrix: jax.Array) -> jax.Array:
@@ -239,12 +248,12 @@ class _Shares(NamedTuple):
     """The distribution of matrices of one kind.
 
     Attributes:
-        count: Matrices in all, of a device's part of the batch.
+        matrices: Matrices in all, of a device's part of the batch.
         each: Matrices of an owner; the last owners may have fewer.
     """
 
     owners: int
-    count: int
+    matrices: int
     each: int
 
 
@@ -260,7 +269,7 @@ def _shares(group: Sequence[_Kernel], layout: UpdateLayout) -> _Shares:
 def _next_owner(group: Sequence[_Kernel], layout: UpdateLayout, first: int) -> int:
     """Return the owner after the last of a group."""
     shares = _shares(group, layout)
-    busy = -(-shares.count // shares.each)
+    busy = -(-shares.matrices // shares.each)
     return (first + busy) % shares.owners
 
 
@@ -273,15 +282,17 @@ def _exchanged(
         first: The first owner.
     """
     kind = group[0]
-    stacks = [kernel.arranged(arrays[kernel.path].astype(layout.dtype)) for kernel in group]
-    specs = tuple(kernel.spec for kernel in group)
-    manual = {axis for axes in kind.dims for axis in axes}
+    stacks = list[jax.Array]()
+    specs = list[P]()
+    for kernel in group:
+        stacks.append(kernel.arranged(arrays[kernel.path].astype(layout.dtype)))
+        specs.append(kernel.spec)
     region = jax.shard_map(
         functools.partial(_in_region, kind=kind, shares=_shares(group, layout), first=first),
         mesh=layout.mesh,
-        in_specs=specs,
-        out_specs=specs,
-        axis_names=manual,
+        in_specs=tuple(specs),
+        out_specs=tuple(specs),
+        axis_names=set(itertools.chain.from_iterable(kind.dims)),
         check_vma=False,
     )
     done = {}
@@ -295,7 +306,7 @@ def _in_region(
 ) -> tuple[jax.Array, ...]:
     """Exchange a device's parts of matrices, and orthogonalise the matrices that it owns."""
     parts = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
-    missing = shares.each * shares.owners - shares.count
+    missing = shares.each * shares.owners - shares.matrices
     parts.append(jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype))
     shift = first * shares.each
     rows = jnp.roll(jnp.concatenate(parts), shift, axis=0)
@@ -318,14 +329,14 @@ def _in_region(
 
 def _of_owner(rows: jax.Array, kind: _Kernel, shares: _Shares, first: int) -> jax.Array:
     """Orthogonalise the matrices of a device; others are zeros, which fill up, and stay."""
-    if shares.each * shares.owners == shares.count:
+    if shares.each * shares.owners == shares.matrices:
         return _over_batch(rows)
     owner = (jax.lax.axis_index(kind.owners) - first) % shares.owners
     place = owner * shares.each
 
     def one(numbered: tuple[jax.Array, jax.Array]) -> jax.Array:
         number, matrix = numbered
-        is_there = place + number < shares.count
+        is_there = place + number < shares.matrices
         return jax.lax.cond(is_there, _newton_schulz, lambda x: x, matrix)
 
     return jax.lax.map(one, (jnp.arange(shares.each), rows))

@@ -410,7 +410,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     for shape in _mesh_shapes(config, topology):
         zeros = (3, 1) if _splits_state(config, shape) else (0,)
         choices = itertools.product(zeros, remats, _MICROBATCHES, _schedules(shape), offloads)
-        for zero, remat, parts, schedule, offload in choices:
+        for zero, remat, parts, (schedule, recompute), offload in choices:
             if not _takes_microbatches(config, shape, parts):
                 continue
             yield {
@@ -418,7 +418,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                 "slices": MeshShape(data=topology.slices),
                 "zero": zero,
                 "remat": remat,
-                **_microbatch_settings(config, shape, *schedule, parts),
+                **_microbatch_settings(config, shape, schedule, parts, recompute=recompute),
                 "offload": offload,
             }
 
@@ -650,7 +650,7 @@ def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) 
 
 
 def _microbatch_settings(
-    config: TrainConfig[Any], shape: MeshShape, schedule: str, recompute: bool, parts: int
+    config: TrainConfig[Any], shape: MeshShape, schedule: str, parts: int, *, recompute: bool
 ) -> dict[str, Any]:
     """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
     chunks = config.pipeline.chunks if schedule == "interleaved" else 0

@@ -85,7 +85,7 @@ def growth(schedule, figure):
 
 @pytest.mark.parametrize("schedule", FLAT)
 def test_memory_does_not_grow_with_microbatches(schedule):
-    """A stage keeps what is on its way, and nothing of microbatches that are through: 2.5 % are for the batch itself."""
+    """A stage keeps what is on its way, and nothing of microbatches that are through: 2.5 % are for the batch."""
     assert growth(schedule, "temporaries")[1] < 0.025
 
 
