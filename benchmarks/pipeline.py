@@ -186,7 +186,6 @@ def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dic
         {i: steps[i].time() for i in order.sample(range(len(steps)), len(steps))}
         for _ in range(rounds)
     ]
-    # Of the simulator's B and W only the sum matters here.
     makespans = [
         simulate(step.schedule, forward=FORWARD, backward=BACKWARD).makespan for step in steps
     ]

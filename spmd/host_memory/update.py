@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from spmd import tree
 from spmd.host_memory.chunks import UpdateChunk
 from spmd.optim.extra_args import OF_PARTS, update_with
+from spmd.optim.owned_matrices import UpdateLayout
 from spmd.optim.storage import Update
 from spmd.optim.two_phase import phases
 
@@ -25,17 +26,19 @@ def make_update(plan: Any, chunks: Sequence[UpdateChunk]) -> Update:
     """Return the update of parameters and optimizer state under a `ShardingPlan`, in chunks."""
     global_phase, param_phase = phases(plan.optimizer)
     updates = [_ChunkedUpdate(plan, param_phase, chunk) for chunk in chunks]
+    layout = UpdateLayout.of(plan)
 
     def streamed(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         gradients, scalars = global_phase(gradients)
+        given: dict[str, Any] = {**scalars, "layout": layout}
         for name in OF_PARTS:
             if name in extra:
-                scalars = {**scalars, name: extra[name]}
+                given[name] = extra[name]
         before = tree.flatten(state)
         moved: dict[str, Any] = {}
         after: dict[str, Any] = {}
         for update_chunk in updates:
-            part, changed = update_chunk(gradients, before, params, scalars)
+            part, changed = update_chunk(gradients, before, params, given)
             moved = tree.merge(moved, part)
             after |= changed
         return moved, tree.map_with_path(lambda path, _: after[path], state)

@@ -518,6 +518,7 @@ def _muon(config: OptimizerConfig, treatment: Treatment) -> optax.GradientTransf
         return "adamw" if treatment.matrix(path, x.ndim) is None else "muon"
 
     adamw = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    # The identity keeps the paths of the state: checkpoints have a pair here.
     momentum = optax.chain(nesterov_momentum(config.momentum), optax.identity())
     labels = functools.partial(map_with_path, label)
     by_layer = per_layer(

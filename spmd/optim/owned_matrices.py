@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,8 +44,9 @@ class UpdateLayout:
     """Sharding of an optimizer's arrays, an extra argument of its update (`layout`).
 
     Attributes:
-        specs: Path of a parameter and the spec of its optimizer state, as pairs.
-        dtype: The compute dtype.
+        specs: Path of a parameter and the spec of its momentum, as pairs; stacked dimensions are
+            in front, as `per_layer` keeps them.
+        dtype: The dtype of orthogonalisation.
     """
 
     mesh: AnyMesh
@@ -54,24 +55,20 @@ class UpdateLayout:
 
     @classmethod
     def of(cls, plan: Any) -> "UpdateLayout":
-        """Return the layout of a plan, from the state of the same shape as each parameter."""
-        shapes = {entry.path: entry.shape for entry in plan.params}
-        specs = dict[str, P]()
+        """Return the layout of a plan.
+
+        The dtype is bfloat16 where that is the compute dtype, otherwise float32: squares of small
+        gradients are zero in float16.
+        """
+        specs = list[tuple[str, P]]()
         for entry in plan.optimizer_state:
-            path = _param_of(entry.path, shapes)
-            if path and entry.shape == shapes[path]:
-                specs[path] = entry.spec
-        return cls(plan.mesh, tuple(specs.items()), jnp.dtype(plan.precision.compute))
-
-
-def _param_of(path: str, params: Container[str]) -> str:
-    """Return the parameter at the end of the path of an optimizer's array; empty if none is."""
-    parts = path.split("/")
-    for first in range(1, len(parts)):
-        end = "/".join(parts[first:])
-        if end in params:
-            return end
-    return ""
+            _, is_momentum, path = entry.path.rpartition("/mu/")
+            if is_momentum:
+                specs.append((path, entry.spec))
+        dtype = jnp.dtype(plan.precision.compute)
+        if dtype != jnp.bfloat16:
+            dtype = jnp.dtype(jnp.float32)
+        return cls(plan.mesh, tuple(specs), dtype)
 
 
 def nesterov_momentum(beta: float) -> optax.GradientTransformation:
@@ -102,22 +99,27 @@ def orthogonalize(
     """
     arrays = {path: x for path, x in flatten(updates).items() if hasattr(x, "shape")}
     kernels = list(_kernels(arrays, treatment, layout))
+    matrices = dict[str, jax.Array]()
+    for kernel in kernels:
+        x = arrays[kernel.path]
+        dtype = x.dtype if layout is None else layout.dtype
+        matrices[kernel.path] = kernel.arranged(x.astype(dtype))
     owned = collections.defaultdict[Any, list[_Kernel]](list)
     for kernel in kernels:
         if kernel.owners:
             owned[kernel.kind].append(kernel)
-    done = dict(arrays)
-    for kernel in kernels:
-        if not kernel.owners:
-            done[kernel.path] = kernel.restore(_over_batch(kernel.arranged(arrays[kernel.path])))
+        else:
+            matrices[kernel.path] = _over_batch(matrices[kernel.path])
     first = 0  # the first owner of the next kernels
     for group in owned.values():
         assert layout is not None, "without a layout nothing is split"
-        done |= _exchanged(group, arrays, layout, first)
+        matrices |= _exchanged(group, matrices, layout, first)
         first = _next_owner(group, layout, first)
+    done = dict(arrays)
     for kernel in kernels:
+        x = kernel.restore(matrices[kernel.path]).astype(arrays[kernel.path].dtype)
         # The root mean square of an orthogonal matrix is 1 / √(its longer side).
-        done[kernel.path] *= rms * math.sqrt(kernel.sides[1])
+        done[kernel.path] = x * (rms * math.sqrt(kernel.sides[1]))
     return map_with_path(lambda path, x: done.get(path, x), updates)
 
 
@@ -200,7 +202,10 @@ def _kernels(
         matrix = treatment.matrix(path, len(own))
         if matrix is None:
             continue
-        dims = spec_dims(specs.get(path, P()), x.ndim, split)
+        of_state = spec_dims(specs.get(path, P()), x.ndim, split)
+        dims: list[tuple[str, ...]] = [()] * x.ndim
+        for dim, axes in zip((*stacked, *own), of_state, strict=True):
+            dims[dim] = axes
         inputs = [own[dim] for dim in matrix.inputs]
         outputs = [own[dim] for dim in matrix.outputs]
         yield _kernel(path, x.shape, dims, inputs, outputs)
@@ -274,35 +279,33 @@ def _next_owner(group: Sequence[_Kernel], layout: UpdateLayout, first: int) -> i
 
 
 def _exchanged(
-    group: Sequence[_Kernel], arrays: Mapping[str, Any], layout: UpdateLayout, first: int
+    group: Sequence[_Kernel], matrices: Mapping[str, jax.Array], layout: UpdateLayout, first: int
 ) -> dict[str, jax.Array]:
-    """Return the orthogonalised arrays of kernels of one kind.
+    """Return the orthogonalised matrices of kernels of one kind.
 
     Args:
         first: The first owner.
     """
-    kind = group[0]
+    like = group[0]
     stacks = list[jax.Array]()
     specs = list[P]()
     for kernel in group:
-        stacks.append(kernel.arranged(arrays[kernel.path].astype(layout.dtype)))
+        stacks.append(matrices[kernel.path])
         specs.append(kernel.spec)
     region = jax.shard_map(
-        functools.partial(_in_region, kind=kind, shares=_shares(group, layout), first=first),
+        functools.partial(_in_region, like=like, shares=_shares(group, layout), first=first),
         mesh=layout.mesh,
         in_specs=tuple(specs),
         out_specs=tuple(specs),
-        axis_names=set(itertools.chain.from_iterable(kind.dims)),
+        axis_names=set(itertools.chain.from_iterable(like.dims)),
         check_vma=False,
     )
-    done = {}
-    for kernel, x in zip(group, region(*stacks), strict=True):
-        done[kernel.path] = kernel.restore(x).astype(arrays[kernel.path].dtype)
-    return done
+    paths = [kernel.path for kernel in group]
+    return dict(zip(paths, region(*stacks), strict=True))
 
 
 def _in_region(
-    *stacks: jax.Array, kind: _Kernel, shares: _Shares, first: int
+    *stacks: jax.Array, like: _Kernel, shares: _Shares, first: int
 ) -> tuple[jax.Array, ...]:
     """Exchange a device's parts of matrices, and orthogonalise the matrices that it owns."""
     parts = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
@@ -310,12 +313,12 @@ def _in_region(
     parts.append(jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype))
     shift = first * shares.each
     rows = jnp.roll(jnp.concatenate(parts), shift, axis=0)
-    exchanges = [(axes, dim) for dim, axes in enumerate(kind.sides_dims, start=1) if axes]
+    exchanges = [(axes, dim) for dim, axes in enumerate(like.sides_dims, start=1) if axes]
     # XLA:CPU takes the parts of a concatenation, in layouts that differ, without the barrier.
     rows = jax.lax.optimization_barrier(rows)
     for axes, dim in exchanges:
         rows = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=dim, tiled=True)
-    rows = _of_owner(rows, kind, shares, first)
+    rows = _of_owner(rows, like, shares, first)
     for axes, dim in reversed(exchanges):
         rows = jax.lax.all_to_all(rows, axes, split_axis=dim, concat_axis=0, tiled=True)
     rows = jnp.roll(rows, -shift, axis=0)
@@ -327,11 +330,11 @@ def _in_region(
     return tuple(found)
 
 
-def _of_owner(rows: jax.Array, kind: _Kernel, shares: _Shares, first: int) -> jax.Array:
+def _of_owner(rows: jax.Array, like: _Kernel, shares: _Shares, first: int) -> jax.Array:
     """Orthogonalise the matrices of a device; others are zeros, which fill up, and stay."""
     if shares.each * shares.owners == shares.matrices:
         return _over_batch(rows)
-    owner = (jax.lax.axis_index(kind.owners) - first) % shares.owners
+    owner = (jax.lax.axis_index(like.owners) - first) % shares.owners
     place = owner * shares.each
 
     def one(numbered: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -8,7 +8,7 @@ F0,F1,,BW0,,BW1
 A row is an order; cells may be empty. Columns are for the reader and for error messages: a task
 starts when its dependencies are done. Stages and ticks count from 0.
 
-A schedule without a flush begins with the line `# flush=no`.
+A schedule without a flush has the line `# flush=no`.
 """
 
 import csv
@@ -18,10 +18,11 @@ from pathlib import Path
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
+from spmd.pipeline.schedules import is_one_f_one_b
 from spmd.pipeline.simulate import tick_grid
 
 _NO_FLUSH = "# flush=no"
-"""First line of a schedule without a flush."""
+"""Line of a schedule without a flush."""
 
 
 def read_schedule(
@@ -65,6 +66,9 @@ def read_schedule(
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
     problems += check_schedule(schedule, ticks)
+    if not schedule.flush and not is_one_f_one_b(schedule):
+        what = "says that batches overlap, and the order is another than 1F1B's"
+        problems.append(Problem(_NO_FLUSH, what, fix="no such line"))
     if problems:
         raise ScheduleError(title, problems)
     return schedule

@@ -100,6 +100,14 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int = 1) -> 
     yield from alternate(forwards, backwards, warmup=stages - 1 - stage)
 
 
+def is_one_f_one_b(schedule: Schedule) -> bool:
+    """Return whether the order of every stage is 1F1B's."""
+    for stage, order in enumerate(schedule.orders):
+        if order != tuple(one_f_one_b(stage, schedule.stages, schedule.microbatches)):
+            return False
+    return True
+
+
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
     """Yield 1F1B over chunks.
 

@@ -141,6 +141,6 @@ def _check_memory(kept: Iterable[Any]) -> None:
             "remat",
             "offloads activations, and a stage keeps its tasks' arrays on the device",
             f"{offloaded} arrays of a stage in host memory",
-            "tabulate(schedule, recompute=True), pipeline.recompute of a config; or no offload",
+            'tabulate(schedule, recompute=True), pipeline.keep="inputs" of a config; or no offload',
         )
         raise ConfigError(TITLE, [problem])

@@ -29,7 +29,7 @@ import numpy as np
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import Pass, Schedule
-from spmd.pipeline.schedules import one_f_one_b
+from spmd.pipeline.schedules import is_one_f_one_b
 
 IDLE = -1
 
@@ -295,7 +295,7 @@ def _unsupported(schedule: Schedule) -> list[Problem]:
     if schedule.stages == 1:
         fix = "2 stages or more, or gradient accumulation"
         problems.append(Problem(where, "has one stage", fix=fix))
-    if not schedule.flush and not _is_one_f_one_b(schedule):
+    if not schedule.flush and not is_one_f_one_b(schedule):
         what = "has no flush, and another order than 1F1B's"
         problems.append(Problem(where, what, fix="schedule pipedream, or a flush"))
     least = 2 * (schedule.stages - 1)
@@ -304,13 +304,6 @@ def _unsupported(schedule: Schedule) -> list[Problem]:
         fix = f"{least} microbatches or more"
         problems.append(Problem(where, "has microbatches of three batches in flight", detail, fix))
     return problems
-
-
-def _is_one_f_one_b(schedule: Schedule) -> bool:
-    for stage, order in enumerate(schedule.orders):
-        if order != tuple(one_f_one_b(stage, schedule.stages, schedule.microbatches)):
-            return False
-    return True
 
 
 def _assign_ticks(schedule: Schedule, *, recompute: bool) -> dict[Pass, int]:

@@ -108,6 +108,11 @@ class CountsFlops(Protocol):
 M = TypeVar("M", bound=ModelConfig)
 
 
+Keep = Literal["saved", "inputs"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)
+"""What a stage may keep: see `PipelineConfig.keep`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     """Pipeline schedule over mesh.pipe.
@@ -121,10 +126,10 @@ class PipelineConfig:
     """Microbatches per batch; 0: up to four per stage, as the batch allows."""
     chunks: int = 0
     """Groups of layers per stage; 0: two for interleaved, otherwise one."""
-    recompute: bool = False
-    """Keep the input of a stage alone for its backward task, which runs the forward pass again;
-    otherwise keep what remat saves. A third to a fifth more time, for memory; pipedream always
-    does."""
+    keep: Keep = "saved"
+    """What a stage keeps of a microbatch from its forward to its backward task: saved, what remat
+    saves; inputs, its input alone, from which the backward task runs the forward pass again: less
+    memory, a quarter more time. pipedream keeps inputs."""
 
 
 @dataclasses.dataclass(frozen=True)

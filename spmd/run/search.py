@@ -30,7 +30,7 @@ from spmd.run.build import (
     count_microbatches,
     make_setup,
 )
-from spmd.run.config import PipelineConfig, TrainConfig
+from spmd.run.config import KEEPS, Keep, PipelineConfig, TrainConfig
 from spmd.run.planned_step import PlannedStep, estimate_step
 from spmd.run.preflight import check_config, check_planned_init
 from spmd.run.step_source import ConfigSource, StepFile, StepSource, time_compiled_step
@@ -99,7 +99,7 @@ class Candidate:
     @property
     def flags(self) -> str:
         """Flags of the command line."""
-        return " ".join(_written(_flags(self.settings)))
+        return " ".join(f"--{name} {value}" for name, value in _flags(self.settings).items())
 
     def holds_less_than(self, other: "Candidate") -> bool:
         """Return true if it certainly needs less memory than `other`.
@@ -410,7 +410,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     for shape in _mesh_shapes(config, topology):
         zeros = (3, 1) if _splits_state(config, shape) else (0,)
         choices = itertools.product(zeros, remats, _MICROBATCHES, _schedules(shape), offloads)
-        for zero, remat, parts, (schedule, recompute), offload in choices:
+        for zero, remat, parts, (schedule, keep), offload in choices:
             if not _takes_microbatches(config, shape, parts):
                 continue
             yield {
@@ -418,16 +418,16 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                 "slices": MeshShape(data=topology.slices),
                 "zero": zero,
                 "remat": remat,
-                **_microbatch_settings(config, shape, schedule, parts, recompute=recompute),
+                **_microbatch_settings(config, shape, schedule, keep, parts),
                 "offload": offload,
             }
 
 
-def _schedules(shape: MeshShape) -> list[tuple[str, bool]]:
-    """Return each schedule to try, and whether its backward tasks run the forward pass again."""
+def _schedules(shape: MeshShape) -> list[tuple[str, Keep]]:
+    """Return the schedules to try, each with what a stage keeps."""
     if shape.pipe == 1:
-        return [("1f1b", False)]
-    return list(itertools.product(("1f1b", "interleaved"), (False, True)))
+        return [("1f1b", "saved")]
+    return list(itertools.product(("1f1b", "interleaved"), KEEPS))
 
 
 def make_search(source: StepSource, topology: Topology, file: Path | None) -> Search:
@@ -579,8 +579,12 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
     zeros = dict.fromkeys((config.zero, 3))
     if not _splits_state(config, own["mesh"]):
         zeros = dict.fromkeys((config.zero,))
-    for offload, remat, times, zero in itertools.product(offloads, remats, _MICROBATCHES, zeros):
-        microbatches = _times_as_many(setup, times)
+    keeps: Sequence[Keep] = (config.pipeline.keep,)
+    if setup.schedule is not None and setup.schedule.flush:
+        keeps = tuple(dict.fromkeys((config.pipeline.keep, *KEEPS)))
+    choices = itertools.product(offloads, remats, _MICROBATCHES, zeros, keeps)
+    for offload, remat, times, zero, keep in choices:
+        microbatches = _times_as_many(setup, times, keep)
         if microbatches is None:
             continue
         settings = {**own, "offload": offload, "remat": remat, "zero": zero, **microbatches}
@@ -588,18 +592,19 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
             yield settings
 
 
-def _times_as_many(setup: TrainSetup, times: int) -> dict[str, Any] | None:
+def _times_as_many(setup: TrainSetup, times: int, keep: Keep) -> dict[str, Any] | None:
     """Return the settings for so many times more microbatches; None if the batch does not divide."""
     config = setup.config
+    pipeline = dataclasses.replace(config.pipeline, keep=keep)
     if times == 1:
-        return {}
+        return {"pipeline": pipeline}
     parts = count_microbatches(config, setup.schedule) * times
     shards = math.prod(setup.mesh.shape[axis] for axis in BATCH_AXES)
     if config.data.batch % (shards * config.accumulate * parts):
         return None
     if setup.schedule is None:
         return {"accumulate": config.accumulate * times}
-    return {"pipeline": dataclasses.replace(config.pipeline, microbatches=parts)}
+    return {"pipeline": dataclasses.replace(pipeline, microbatches=parts)}
 
 
 def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
@@ -650,12 +655,12 @@ def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) 
 
 
 def _microbatch_settings(
-    config: TrainConfig[Any], shape: MeshShape, schedule: str, parts: int, *, recompute: bool
+    config: TrainConfig[Any], shape: MeshShape, schedule: str, keep: Keep, parts: int
 ) -> dict[str, Any]:
     """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
     chunks = config.pipeline.chunks if schedule == "interleaved" else 0
     if shape.pipe > 1:
-        pipeline = PipelineConfig(schedule, parts, chunks, recompute)
+        pipeline = PipelineConfig(schedule, parts, chunks, keep)
         return {"accumulate": 1, "pipeline": pipeline}
     return {"accumulate": parts, "pipeline": PipelineConfig(schedule, 0, chunks)}
 
@@ -682,18 +687,12 @@ def changed_flags(settings: Settings, other: Settings) -> str:
     """Return the flags of `other` that differ from those of `settings`."""
     mine = _flags(settings)
     theirs = _flags(other)
-    changed = {name: value for name, value in theirs.items() if mine.get(name) != value}
-    return " ".join(_written(changed))
-
-
-def _written(flags: Mapping[str, str]) -> Iterator[str]:
-    """Yield flags as on a command line."""
-    for name, value in flags.items():
-        yield f"--{name} {value}".rstrip()
+    changed = [f"--{name} {value}" for name, value in theirs.items() if mine.get(name) != value]
+    return " ".join(changed)
 
 
 def _flags(settings: Settings) -> dict[str, str]:
-    """Return flag → value on a command line, empty for a switch."""
+    """Return flag → value on a command line."""
     mesh = settings["mesh"].sizes
     flags = dict[str, str]()
     for axis in AXES:
@@ -720,8 +719,7 @@ def _pipeline_flags(pipeline: PipelineConfig) -> dict[str, str]:
     }
     if pipeline.chunks:
         flags["pipeline.chunks"] = str(pipeline.chunks)
-    if pipeline.recompute:
-        flags["pipeline.recompute"] = ""
+    flags["pipeline.keep"] = pipeline.keep
     return flags
 
 

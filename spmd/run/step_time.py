@@ -236,7 +236,8 @@ def workload(
         mesh={axis: mesh.sizes[axis] for axis in AXES},
         microbatches=config.accumulate * pipeline.microbatches,
         quantized=model.quantized,
-        recomputed=_recomputed_share(remat, model) / remat.every + pipeline.recomputes,
+        recomputed=_recomputed_share(remat, model) / remat.every,
+        stages_again=pipeline.recomputes,
         recomputes_attention=remat.kind != "none" and _CORE not in remat.names,
         # Gradients of logits are kept if they take no more memory than a chunk's float32 logits.
         kept_logits=4 * config.logits_chunk / element_bytes(precision.compute),
@@ -506,7 +507,7 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
         if pipeline.schedule == "interleaved":
             chunks = 2
     bubble = (mesh.pipe - 1) / (microbatches * chunks)
-    return _Pipeline(microbatches, bubble, pipeline.recompute)
+    return _Pipeline(microbatches, bubble, pipeline.keep == "inputs")
 
 
 def _bytes(entries: Iterable[PlanEntry]) -> float:

@@ -53,8 +53,9 @@ class Workload:
         mesh: Axis → size.
         microbatches: Microbatches of a batch, one after the other or in a pipeline.
         quantized: Dtype, `int8` or `float8` → share of the layers' products in it.
-        recomputed: Share of the layers' forward matmuls that the backward pass repeats.
-        recomputes_attention: Whether the backward pass repeats attention.
+        recomputed: Share of the layers' forward matmuls that the remat policy repeats.
+        recomputes_attention: Whether the policy repeats attention.
+        stages_again: Whether backward tasks of a pipeline run the forward pass of their stage again.
         kept_logits: Most tokens of a device in a microbatch whose logits the backward pass does not
             repeat.
         is_gated: Whether MLPs multiply their hidden units by those of a second matrix.
@@ -93,6 +94,7 @@ class Workload:
     quantized: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recomputed: float = 0.0
     recomputes_attention: bool = False
+    stages_again: bool = False
     zero: int = 3
     regathers: bool = True
     gathered_bytes: float = 2
@@ -161,13 +163,26 @@ class Workload:
         return self.tokens * flops.per_token
 
     @property
+    def repeated(self) -> float:
+        """Forward matmuls of layers that the backward pass repeats, relative to one pass."""
+        return self.recomputed + self.stages_again
+
+    @property
+    def repeats(self) -> int:
+        """Further passes through the layers, of whatever share."""
+        return (self.recomputed > 0) + self.stages_again
+
+    @property
+    def attention_repeats(self) -> int:
+        """Further forward passes of attention."""
+        return self.recomputes_attention + self.stages_again
+
+    @property
     def hardware_flops(self) -> float:
         """FLOPs of one step with recomputation."""
-        repeats = 0.5 + self.recomputes_attention
+        repeats = 0.5 + self.attention_repeats
         attention = 4 * self.layers * self.attention_width * self.keys * repeats
-        matmuls = 2 * (
-            self.recomputed * self.layer_params + self.recomputes_head * self.head_params
-        )
+        matmuls = 2 * (self.repeated * self.layer_params + self.recomputes_head * self.head_params)
         return self.model_flops + self.tokens * (matmuls + attention)
 
 
@@ -234,7 +249,7 @@ def _layer_shards(work: Workload) -> int:
 def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of matmuls in one microbatch."""
     tokens = work.device_tokens
-    passes = 6 + 2 * work.recomputed
+    passes = 6 + 2 * work.repeated
     dense = passes * (work.layer_params - work.expert_params)
     head = (6 + 2 * work.recomputes_head) * work.head_params
     narrow = rates.half * (1 / work.width + work.mesh["tensor"] / work.hidden + 1 / tokens)
@@ -247,7 +262,7 @@ def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> flo
 
 def _expert_flops(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the FLOPs of a token in experts, as FLOPs of equally long wide dense matmuls."""
-    flops = (6 + 2 * work.recomputed) * work.expert_params
+    flops = (6 + 2 * work.repeated) * work.expert_params
     # A device with a part of the experts has the tokens of all devices that share them.
     rows = work.device_tokens * work.mesh["expert"] * work.routed / work.experts
     hidden = work.hidden / work.routed
@@ -274,7 +289,7 @@ def _relative_time(work: Workload, network: Network, rates: ClosedRates, narrow:
 
 def _attention_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of attention in one microbatch."""
-    units = _FORWARD + _BACKWARD + work.recomputes_attention
+    units = _FORWARD + _BACKWARD + work.attention_repeats
     tokens = work.device_tokens
     # A kernel skips whole blocks alone.
     keys = mean_keys(work.sequence, work.windows, network.topology.chip.attention_block)
@@ -290,7 +305,7 @@ def _attention_seconds(work: Workload, network: Network, rates: ClosedRates) -> 
 
 def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
     """Return the time of memory-bound work in one microbatch."""
-    again = 1 + 0.4 * (work.recomputed > 0)
+    again = 1 + 0.4 * work.repeats
     passes_of_layer = _STREAM * work.width + _HIDDEN * (1 + work.is_gated) * work.hidden
     # Elements have 2 bytes.
     passes = work.layers * passes_of_layer * again * 2 + _LOGITS * work.vocab * 2
@@ -373,7 +388,7 @@ def _parameter_transfers(work: Workload) -> Iterator[_Transfer]:
     """Yield the collectives of parameters and their gradients."""
     own = work.params / _layer_shards(work) / work.mesh["expert"]
     if work.zero == 3:
-        gathers: float = 1 + work.regathers
+        gathers: float = 1 + work.regathers + work.stages_again
     elif work.zero == 0:
         gathers = 0
     else:  # once a step
@@ -392,7 +407,7 @@ def _attention_transfers(work: Workload, tokens: float, layers: float) -> Iterat
     """Yield the collectives of attention over a split sequence."""
     tensor = work.mesh["tensor"]
     parts = work.mesh["sequence"]
-    again = work.recomputed > 0
+    again = work.repeats
     own = 2 * tokens * work.kv_width * 2 / tensor  # keys and values of a device
     if work.context == "gather":
         yield _Transfer(("sequence",), "all-gather", own * parts, layers * (2 + again))
@@ -411,7 +426,7 @@ def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     mesh = work.mesh
     tensor = mesh["tensor"]
     layers = work.layers / mesh["pipe"]
-    again = work.recomputed > 0
+    again = work.repeats
     tokens = work.device_tokens
     stream = tokens * work.width * 2
     yield _Transfer(("tensor",), "all-gather", stream, layers * (4 + again))

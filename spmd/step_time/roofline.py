@@ -101,7 +101,7 @@ def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -
 
 def _backward_share(work: Workload) -> float:
     """Return the share of matmuls in the backward pass: gradients exist there alone."""
-    repeated = work.recomputed * work.layer_params + work.recomputes_head * work.head_params
+    repeated = work.repeated * work.layer_params + work.recomputes_head * work.head_params
     again = repeated / (work.layer_params + work.head_params)
     return (4 + 2 * again) / (6 + 2 * again)
 

@@ -1,6 +1,8 @@
 """Muon on kernels of more than two dimensions: as matrices, and on a mesh as on one device."""
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +197,29 @@ def test_a_side_split_inside_is_left_to_the_compiler():
     expected = orthogonalize(updates, treatment, None, 0.2)
     found = orthogonalize(updates, treatment, layout, 0.2)
     np.testing.assert_allclose(found["layers"]["heads"], expected["layers"]["heads"], atol=1e-6)
+
+
+@pytest.mark.parametrize(("compute", "dtype"), [("float16", "float32"), ("bfloat16", "bfloat16")])
+def test_one_dtype_whoever_owns(compute, dtype):
+    """Of a plan: float32 for float16, whose squares of small gradients are zero; stacks of another dimension, too."""
+    mesh = tiny.mesh(fsdp=4)
+    state = SimpleNamespace(path="0/stacked/layers/0/mu/layers/wide", spec=P(None, "fsdp"))
+    plan = SimpleNamespace(
+        mesh=mesh, optimizer_state=[state], precision=SimpleNamespace(compute=compute)
+    )
+    layout = UpdateLayout.of(plan)
+    assert layout.dtype == dtype
+    stacks = {"layers": Stack(dim=1)}
+    treatment = Treatment("muon", stacks)
+    small = {"layers": {"wide": 1e-6 * tower(3, ("wide",))["layers"]["wide"].transpose(1, 0, 2)}}
+    (kernel,) = owned_matrices._kernels(flatten(small), treatment, layout)
+    assert kernel.owners == ("fsdp",)
+    split = jax.device_put(small, NamedSharding(mesh, P("fsdp")))
+    found = jax.jit(lambda x: orthogonalize(x, treatment, layout, 0.2))(split)["layers"]["wide"]
+    alone = dataclasses.replace(layout, mesh=tiny.mesh())
+    expected = jax.jit(lambda x: orthogonalize(x, treatment, alone, 0.2))(small)["layers"]["wide"]
+    assert np.sqrt(np.mean(np.square(found))) == pytest.approx(0.2, rel=0.3)
+    assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected)
 
 
 def test_momentum_is_optax():

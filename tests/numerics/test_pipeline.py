@@ -316,7 +316,7 @@ def test_the_picture(tmp_path, capsys):
     record = json.loads(capsys.readouterr().out)
     assert (record["makespan"], record["svg"], len(record["orders"])) == (33, str(path), 4)
     with pytest.raises(SystemExit) as done:
-        main(["plan", "demo", *flags, "--pipeline.recompute"])
+        main(["plan", "demo", *flags, "--pipeline.keep", "inputs"])
     assert not done.value.code
     assert "the inputs of at most 7 tasks, and runs forward again" in capsys.readouterr().out
     with pytest.raises(SystemExit) as done:

@@ -82,8 +82,8 @@ def pipeline_of(row: Row) -> PipelineConfig:
     """A row's pipeline; what is offloaded cannot be kept in slots of stages."""
     if row["pipe"] == "1":
         return PipelineConfig()
-    recompute = row["remat"].startswith("offload")
-    return PipelineConfig(row["pipe"], MICROBATCHES, recompute=recompute)
+    keep = "inputs" if row["remat"].startswith("offload") else "saved"
+    return PipelineConfig(row["pipe"], MICROBATCHES, keep=keep)
 
 
 def setup_of(config: TrainConfig) -> TrainSetup:

@@ -312,6 +312,7 @@ def test_csv_dialects(text: str, tmp_path) -> None:
         ("F0,BW0\n,\n", ["stage 1: tasks are missing: F0 BW0"]),
         ("F0,BW0,F99999999999\n", ["missing: F1 BW1 F2 BW2 F3 BW3 F4 BW4 and more"]),
         ('"F0', ["cannot be read"]),
+        ("# flush=no\nF0,BW0,F1,BW1\n,F0,BW0,F1,BW1\n", ["the order is another than 1F1B's"]),
         (
             "# flushes=no\n" + GOOD + "# end\n",
             ["line 1: '# flushes=no' has no meaning", "line 4: '# end'", "fix: # flush=no"],
