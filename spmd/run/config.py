@@ -108,8 +108,8 @@ class CountsFlops(Protocol):
 M = TypeVar("M", bound=ModelConfig)
 
 
-Keep = Literal["saved", "inputs"]
-KEEPS: tuple[Keep, ...] = get_args(Keep)
+Kept = Literal["saved", "inputs"]
+KEPT: tuple[Kept, ...] = get_args(Kept)
 """What a stage may keep: see `PipelineConfig.keep`."""
 
 
@@ -126,7 +126,7 @@ class PipelineConfig:
     """Microbatches per batch; 0: up to four per stage, as the batch allows."""
     chunks: int = 0
     """Groups of layers per stage; 0: two for interleaved, otherwise one."""
-    keep: Keep = "saved"
+    keep: Kept = "saved"
     """What a stage keeps of a microbatch from its forward to its backward task: saved, what remat
     saves; inputs, its input alone, from which the backward task runs the forward pass again: less
     memory, a quarter more time. pipedream keeps inputs."""

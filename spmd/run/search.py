@@ -30,7 +30,7 @@ from spmd.run.build import (
     count_microbatches,
     make_setup,
 )
-from spmd.run.config import KEEPS, Keep, PipelineConfig, TrainConfig
+from spmd.run.config import KEPT, Kept, PipelineConfig, TrainConfig
 from spmd.run.planned_step import PlannedStep, estimate_step
 from spmd.run.preflight import check_config, check_planned_init
 from spmd.run.step_source import ConfigSource, StepFile, StepSource, time_compiled_step
@@ -423,11 +423,11 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
             }
 
 
-def _schedules(shape: MeshShape) -> list[tuple[str, Keep]]:
-    """Return the schedules to try, each with what a stage keeps."""
+def _schedules(shape: MeshShape) -> list[tuple[str, Kept]]:
+    """Return pairs of a schedule to try and a value of `PipelineConfig.keep`."""
     if shape.pipe == 1:
         return [("1f1b", "saved")]
-    return list(itertools.product(("1f1b", "interleaved"), KEEPS))
+    return list(itertools.product(("1f1b", "interleaved"), KEPT))
 
 
 def make_search(source: StepSource, topology: Topology, file: Path | None) -> Search:
@@ -579,9 +579,9 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
     zeros = dict.fromkeys((config.zero, 3))
     if not _splits_state(config, own["mesh"]):
         zeros = dict.fromkeys((config.zero,))
-    keeps: Sequence[Keep] = (config.pipeline.keep,)
+    keeps: Sequence[Kept] = (config.pipeline.keep,)
     if setup.schedule is not None and setup.schedule.flush:
-        keeps = tuple(dict.fromkeys((config.pipeline.keep, *KEEPS)))
+        keeps = tuple(dict.fromkeys((config.pipeline.keep, *KEPT)))
     choices = itertools.product(offloads, remats, _MICROBATCHES, zeros, keeps)
     for offload, remat, times, zero, keep in choices:
         microbatches = _times_as_many(setup, times, keep)
@@ -592,7 +592,7 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
             yield settings
 
 
-def _times_as_many(setup: TrainSetup, times: int, keep: Keep) -> dict[str, Any] | None:
+def _times_as_many(setup: TrainSetup, times: int, keep: Kept) -> dict[str, Any] | None:
     """Return the settings for so many times more microbatches; None if the batch does not divide."""
     config = setup.config
     pipeline = dataclasses.replace(config.pipeline, keep=keep)
@@ -655,7 +655,7 @@ def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) 
 
 
 def _microbatch_settings(
-    config: TrainConfig[Any], shape: MeshShape, schedule: str, keep: Keep, parts: int
+    config: TrainConfig[Any], shape: MeshShape, schedule: str, keep: Kept, parts: int
 ) -> dict[str, Any]:
     """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
     chunks = config.pipeline.chunks if schedule == "interleaved" else 0
