@@ -18,7 +18,7 @@ from spmd.codecs import EXCHANGES, GATHERS
 from spmd.errors import Problem
 from spmd.plan.communication import Transfer, gathers, reductions
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.scopes import read_names, read_scope
+from spmd.plan.scopes import BEFORE_START, read_names, read_scope
 from spmd.tree import human_bytes
 
 
@@ -210,6 +210,8 @@ def _large_problems(
         return
     whole = set()
     for record in group:
+        if BEFORE_START in record.op_name:
+            continue
         if record.payload > _largest(record, check, made):
             payload = human_bytes(record.payload)
             whole.add(f"{record.kind} of {payload} at {record.source}")

@@ -288,8 +288,12 @@ def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) 
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def reduce_local(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
-    """Sum a gradient `[device, …]` over devices, into its planned sharding."""
+def reduce_local(path: str, g: jax.Array, local: LocalGradients, scope: str = "") -> jax.Array:
+    """Sum a gradient `[device, …]` over devices, into its planned sharding.
+
+    Args:
+        scope: Name scope of the collectives, by default the parameter's.
+    """
     over = local.over(path)
     param = local_gradient(path, g.ndim - 1, over)
     before = P(over, *dims_spec(param.compute_dims))
@@ -298,7 +302,7 @@ def reduce_local(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
     def reduce(g: jax.Array) -> jax.Array:
         return param.reduce(g[0], over)  # [1, …] on a device
 
-    with in_scope(param.scope):
+    with in_scope(scope or param.scope):
         return shard_map_over(local.mesh, split_axes(local.mesh), reduce, before, after)(g)
 
 

@@ -39,6 +39,10 @@ def comm_scope(purpose: str) -> str:
     return f"comm({purpose})"
 
 
+BEFORE_START = comm_scope("gradients, whole before compression starts")
+"""Scope of gradients that are promised to be compressed in later steps."""
+
+
 def fault_scope(name: str) -> str:
     """Return the scope of a formula in place of an operation with a fault of XLA.
 

@@ -21,7 +21,7 @@ NAME = "compression"
 AXIS = "data"
 """The axis over which gradients are compressed."""
 
-ERROR, Q = "error", "q"
+ERROR, Q, STEP = "error", "q", "step"
 
 
 @dataclasses.dataclass(frozen=True)

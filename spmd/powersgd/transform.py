@@ -44,8 +44,8 @@ from spmd.model_interface.model import PRNG
 from spmd.plan.context import current
 from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.scopes import in_scope
-from spmd.powersgd.matrices import AXIS, ERROR, NAME, Matrix, Q, find_matrices, make_matrix
+from spmd.plan.scopes import BEFORE_START, in_scope
+from spmd.powersgd.matrices import AXIS, ERROR, NAME, STEP, Matrix, Q, find_matrices, make_matrix
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.layer_paths import stored_dims
 
@@ -65,6 +65,7 @@ class PowerSGD(GradTransform):
         rate: A matrix is compressed if (n + m) · rank · rate < n · m.
         axes: `("data",)`, or `("data", "fsdp")` to sum over `fsdp` once a step, too, before.
         additive: As for `spmd.defer_grad_reduction`.
+        start: The first step with compression, from 0; gradients of those before are sent whole.
     """
 
     name = NAME
@@ -76,6 +77,7 @@ class PowerSGD(GradTransform):
     rate: float = 2.0
     axes: tuple[str, ...] = (AXIS,)
     additive: bool = False
+    start: int = 0
 
     def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
         """Return the errors of each device, and Q of each matrix."""
@@ -87,6 +89,8 @@ class PowerSGD(GradTransform):
             q_shape = matrix.q_shape(self.rank)
             state[f"{ERROR}/{path}"] = StateArray(error_shape, jnp.float32, matrix.error_spec)
             state[f"{Q}/{path}"] = StateArray(q_shape, jnp.float32, matrix.q_spec)
+        if self.start:
+            state[STEP] = StateArray((), jnp.int32, reason="a counter")
         return state
 
     def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
@@ -124,18 +128,35 @@ class PowerSGD(GradTransform):
         def reduce(path: str, g: Array) -> Array:
             if path not in errors:
                 return reduce_local(path, g, local)
-            placement = current().placements[path]
-            spec = placement.of_stack().grad_spec
-            stacked = stored_dims(placement.stacks)
-            matrix = make_matrix(g.shape[1:], spec, stacked, local.mesh, self.axes)
             states = errors[path], qs[path]
-            total, error, q = _exchange(path, g, states, matrix, local, self)
+            total, error, q = self._from_start(state, path, g, states, local)
             after[f"{ERROR}/{path}"] = error
             after[f"{Q}/{path}"] = q
             return total
 
         gradients = tree.map_with_path(reduce, local.gradients)
+        if self.start:
+            after[STEP] = state[STEP] + 1
         return gradients, carry.with_state(self.name, tree.nested(after))
+
+    def _from_start(
+        self, state: Any, path: str, g: Array, states: tuple[Array, Array], local: LocalGradients
+    ) -> tuple[Array, Array, Array]:
+        """Return the sum of a gradient, its errors and its Q, compressed from `start` on."""
+
+        def compressed(g: Array, states: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+            placement = current().placements[path]
+            spec = placement.of_stack().grad_spec
+            stacked = stored_dims(placement.stacks)
+            matrix = make_matrix(g.shape[1:], spec, stacked, local.mesh, self.axes)
+            return _exchange(path, g, states, matrix, local, self)
+
+        def whole(g: Array, states: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+            return reduce_local(path, g, local, BEFORE_START), *states
+
+        if not self.start:
+            return compressed(g, states)
+        return jax.lax.cond(state[STEP] >= self.start, compressed, whole, g, states)
 
     def targets(
         self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
@@ -254,6 +275,8 @@ def _restored_error(shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> jax.S
 def _fresh(path: str, shape: tuple[int, ...]) -> Array:
     """Return the initial value of an array of the state: no error, or a random Q by its path."""
     kind, _, param = path.partition("/")
+    if kind == STEP:
+        return jnp.zeros(shape, jnp.int32)
     if kind == ERROR:
         return jnp.zeros(shape, jnp.float32)
     key = jax.random.key(zlib.crc32(param.encode()), impl=PRNG)

@@ -160,7 +160,8 @@ def build_powersgd(config: TrainConfig) -> PowerSGD | None:
     if not rank:
         return None
     axes = ("data", "fsdp") if config.defer_grad_reduction == "data+fsdp" else ("data",)
-    return PowerSGD(rank, config.slices.data, axes=axes)
+    start = config.compress.powersgd_start
+    return PowerSGD(rank, config.slices.data, axes=axes, start=start)
 
 
 def build_transforms(

@@ -298,6 +298,8 @@ def _powersgd_heading(plan: ShardingPlan, powersgd: PowerSGD, change: str) -> st
         if entry.path.startswith(f"{powersgd.name}/"):
             held += entry.bytes_per_device
     heading = f"gradients powersgd:{powersgd.rank} over {AXIS}={size}{inside}"
+    if powersgd.start:
+        heading += f" after {powersgd.start:,} steps"
     return f"{heading}: {change} {wire}; {human_bytes(held)} of errors and Q on a device"
 
 

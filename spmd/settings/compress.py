@@ -11,14 +11,14 @@ ZeRO++ (Wang et al., arXiv:2306.10209) does so: its qwZ is `gather`, its qgZ `gr
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
 from spmd.codecs import EXCHANGES, GATHERS
 from spmd.coded_comm.comm import WITHOUT_CODES, CodedComm
-from spmd.errors import Problem, did_you_mean
+from spmd.errors import Problem, check_fields, did_you_mean
 from spmd.precision import Precision
 from spmd.sharding.dims import Dims, extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.mesh import TOKEN_AXES
@@ -41,6 +41,9 @@ class CompressConfig:
     gradients: str = ""
     """Gradients that devices send to each other: float32, bf16, int8, int4; powersgd:R for matrices
     of rank R over data, with error feedback; empty: as the precision policy says."""
+    powersgd_start: int = 0
+    """First step that powersgd:R compresses, counted from the first step with it; gradients of those
+    before are sent whole. PyTorch starts at 1,000."""
     slices_gradients: str = ""
     """The same, over the axes that span several slices."""
     secondary: bool = True
@@ -72,7 +75,7 @@ class CompressConfig:
         """
         if not powersgd_rank(self.gradients):
             return self
-        return dataclasses.replace(self, gradients="")
+        return dataclasses.replace(self, gradients="", powersgd_start=0)
 
     def problems(self) -> list[Problem]:
         """Return a problem for each unknown codec, and for two sums over slices."""
@@ -82,7 +85,7 @@ class CompressConfig:
             "slices_gradients": GRADIENTS,
         }
         has_rank = powersgd_rank(self.gradients) > 0
-        problems = []
+        problems = list(self._start_problems())
         for name, value in self._values.items():
             is_powersgd = has_rank and name == "gradients"
             if value and value not in known[name] and not is_powersgd:
@@ -96,6 +99,15 @@ class CompressConfig:
             )
             problems.append(problem)
         return problems
+
+    def _start_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the first step with PowerSGD."""
+        field = "compress.powersgd_start"
+        for problem in check_fields(self, {"powersgd_start": "at least 0"}):
+            yield dataclasses.replace(problem, where=field)
+        if self.powersgd_start and not powersgd_rank(self.gradients):
+            what = f"is {self.powersgd_start}, and PowerSGD compresses nothing"
+            yield Problem(field, what, fix='compress.gradients="powersgd:4", or leave it out')
 
     def useless(
         self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
@@ -128,7 +140,10 @@ class CompressConfig:
         useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
         if powersgd_rank(self.gradients) and sizes["data"] == 1:
             useless["gradients"] = ""
-        return dataclasses.replace(self, **useless)
+        config = dataclasses.replace(self, **useless)
+        if not powersgd_rank(config.gradients):
+            return dataclasses.replace(config, powersgd_start=0)
+        return config
 
     def precision(self, policy: Precision, slices: Mapping[str, int]) -> Precision:
         """Return the policy with the gradients' dtypes or codecs on the wire."""

@@ -25,6 +25,7 @@ from spmd.errors import CheckpointError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.plan.communication import reductions
+from spmd.plan.scopes import BEFORE_START
 from spmd.powersgd import transform as powersgd
 from spmd.powersgd.transform import PowerSGD, Replicas
 from spmd.sharding.mesh import BATCH_AXES
@@ -171,6 +172,27 @@ def over_both(rank: int, over: tuple[str, ...]) -> np.ndarray:
 def test_parts_of_two_axes_are_not_exchanged(over: tuple[str, ...]) -> None:
     """A gradient is scattered over `sequence` in the step, and over `fsdp` after it or before."""
     assert distance(over_both(1, over), mean_gradient(batch(0))) < NEAR
+
+
+def test_whole_gradients_before_it_starts() -> None:
+    """Two steps are plain, nothing is left over of them, and the third is the first of a run with compression."""
+    batches = [batch(seed) for seed in range(4)]
+    plan = spmd.make_plan(tiny.mesh(data=4, fsdp=2), RULES, MODEL, SGD)
+    later = plan.with_transforms(PowerSGD(2, start=2))
+    made = spmd.make_train_step(later, grad_fn=value_and_grad(loss_fn), keep_gradients=True)
+    state, first = run(made, batches[:2])
+    for found, examples in zip(first, batches, strict=False):
+        assert distance(found, mean_gradient(examples)) < NEAR
+    assert not np.any(error(state))
+    state, then = run(made, batches[2:], state)
+    _, compressed = run(step(2), batches[2:])
+    for found, expected in zip(then, compressed, strict=True):
+        assert distance(found, expected) < NEAR
+    assert distance(then[0], mean_gradient(batches[2])) > 0.1, "the control: something is lost"
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batches[0].items()}
+    audit = audit_collectives(made.compile(shapes), later.mesh, plan=later)
+    assert not audit.broken
+    assert any(BEFORE_START in record.op_name for record in audit.records)
 
 
 def differing_replicas(state: Any) -> set[str]:

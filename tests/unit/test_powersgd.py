@@ -61,6 +61,18 @@ def test_a_plan_alone_compresses_nothing():
         spmd.make_plan(made.mesh, LLAMA, made.plan.model, optax.sgd(0.1), compress=compress)
 
 
+def test_a_start_without_compression_is_refused():
+    """What acts on nothing; and it is dropped with the compression on a mesh without replicas."""
+    with pytest.raises(ConfigError, match=r"compress\.powersgd_start: is 9, and PowerSGD"):
+        TrainConfig(model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(powersgd_start=9))
+    compress = spmd.CompressConfig(gradients="powersgd:2", powersgd_start=-1)
+    with pytest.raises(ConfigError, match=r"compress\.powersgd_start: is -1"):
+        TrainConfig(model=SMALL, rules=LLAMA, compress=compress)
+    compress = spmd.CompressConfig(gradients="powersgd:2", powersgd_start=9)
+    sizes = dict.fromkeys(("data", "expert", "sequence", "tensor", "pipe"), 1) | {"fsdp": 2}
+    assert compress.on(sizes, {}, 3) == spmd.CompressConfig()
+
+
 def test_a_config_keeps_it():
     """In the JSON of a checkpoint, which gives it back."""
     config = TrainConfig(
