@@ -116,9 +116,9 @@ def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: Ti
     parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), microbatches, microbatches_before)
     frozen = _with_dim(frozen)  # [chunk, layer, …] of the only chunk
     model = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
-    empty = first_carry(model, chunks, shared, table)
+    tasks, empty = first_carry(model, chunks, shared, table)
     carry = _restore_carry(empty, saved)
-    carry = run_ticks(model, chunks, shared, jnp.float32(1), table, carry)
+    carry = run_ticks(model, tasks, chunks, shared, jnp.float32(1), table, carry)
     totals = carry["totals"]
     d_layers, d_shared, sums = _at(1, totals)  # of the batch before
     d_shared = _with_dim(d_shared)
@@ -263,7 +263,7 @@ class InFlight(GradTransform):
                 chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))
                 frozen = _with_dim(frozen)
                 stage = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
-                carry = first_carry(stage, chunks, shared, table)
+                _, carry = first_carry(stage, chunks, shared, table)
                 return _save_carry(carry, table)
 
         abstract = plan.abstract_params, plan.abstract_variables, dict(self.batch)

@@ -41,12 +41,17 @@ layers `[version · chunk, …]`, of all other parameters `[version, …]`, and 
 """
 
 
-def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -> Carry:
-    """Return the carry of an empty pipeline."""
+def first_carry(
+    model: StageModel, chunks: Any, shared: Any, table: TickTable
+) -> tuple[StageLayers, Carry]:
+    """Return the tasks of a stage's layers, and the carry of an empty pipeline.
+
+    Arguments are those of `run_ticks`.
+    """
     stream, sums = model.shapes(shared)
     empty = zeros(stream)
-    layers = stage_layers(model, chunks, shared, table, empty)
-    return {
+    layers = _stage_layers(model, chunks, shared, table, empty)
+    return layers, {
         "inputs": zeros(stream, table.depth),
         "saved": zeros(layers.saved, table.saved_depth),
         "gradients": zeros(stream, table.gradient_depth),
@@ -56,10 +61,9 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     }
 
 
-def stage_layers(
+def _stage_layers(
     model: StageModel, chunks: Any, shared: Any, table: TickTable, empty: Stream
 ) -> StageLayers:
-    """Return the tasks of a stage's layers; arguments as of `run_ticks`."""
     if not table.saved_depth:
         return RecomputedLayers(model)
     first_chunk, own = jax.tree.map(lambda x: x[0], (chunks, shared))
@@ -68,18 +72,24 @@ def stage_layers(
 
 
 def run_ticks(
-    model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry
+    model: StageModel,
+    layers: StageLayers,
+    chunks: Any,
+    shared: Any,
+    scale: jax.Array,
+    table: TickTable,
+    carry: Carry,
 ) -> Carry:
     """Run all ticks of one stage.
 
     Args:
+        layers: From `first_carry`.
         chunks: Layers of the stage, `[version · chunk, layer, …]`.
         shared: All other parameters, `[version, …]`.
         scale: Factor of the loss.
     """
     number = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    layers = stage_layers(model, chunks, shared, table, empty)
     stage = _Stage(model, layers, chunks, shared, scale, table, number, empty)
     columns = jax.tree.map(jnp.asarray, table.columns)
     carry, _ = jax.lax.scan(stage.tick, carry, columns)

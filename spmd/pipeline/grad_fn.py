@@ -117,8 +117,8 @@ def _backward(
     first = jax.tree.map(lambda w: w[0], chunks)
     model = StageModel(loss_fn, parts, first, table.stages, (frozen, others), table.chunks)
     params = jax.tree.map(lambda w: w[None], params)  # [version, …] of the only version
-    carry = first_carry(model, chunks, params, table)
-    carry = run_ticks(model, chunks, params, scale, table, carry)
+    tasks, carry = first_carry(model, chunks, params, table)
+    carry = run_ticks(model, tasks, chunks, params, scale, table, carry)
     d_chunks, d_shared, sums = carry["totals"]
     sums = sum_of_stages(jax.tree.map(lambda x: x[0], sums))
     d_layers = interleave(d_chunks, table.stages, table.chunks, back=True)
