@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from spmd import tree
 from spmd.host_memory.chunks import UpdateChunk
 from spmd.optim.extra_args import OF_PARTS, update_with
-from spmd.optim.owned_matrices import UpdateLayout
+from spmd.optim.owned_matrices import layout_argument
 from spmd.optim.storage import Update
 from spmd.optim.two_phase import phases
 
@@ -26,11 +26,11 @@ def make_update(plan: Any, chunks: Sequence[UpdateChunk]) -> Update:
     """Return the update of parameters and optimizer state under a `ShardingPlan`, in chunks."""
     global_phase, param_phase = phases(plan.optimizer)
     updates = [_ChunkedUpdate(plan, param_phase, chunk) for chunk in chunks]
-    layout = UpdateLayout.of(plan)
+    layout = layout_argument(plan)
 
     def streamed(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         gradients, scalars = global_phase(gradients)
-        given: dict[str, Any] = {**scalars, "layout": layout}
+        given: dict[str, Any] = {**scalars, **layout}
         for name in OF_PARTS:
             if name in extra:
                 given[name] = extra[name]

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from spmd.optim.treatment import Treatment
+from spmd.optim.two_phase import treatment_of
 from spmd.sharding.dims import Dims, dims_spec, local_shape, spec_dims
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import AnyMesh, shards_of
@@ -69,6 +70,14 @@ class UpdateLayout:
         if dtype != jnp.bfloat16:
             dtype = jnp.dtype(jnp.float32)
         return cls(plan.mesh, tuple(specs), dtype)
+
+
+def layout_argument(plan: Any) -> dict[str, UpdateLayout]:
+    """Return `layout` for an optimizer that takes it; others may pass any argument to a loss."""
+    treatment = treatment_of(plan.optimizer)
+    if treatment is None or not treatment.orthogonalizes:
+        return {}
+    return {"layout": UpdateLayout.of(plan)}
 
 
 def nesterov_momentum(beta: float) -> optax.GradientTransformation:

@@ -18,7 +18,7 @@ from spmd.errors import Problem
 from spmd.model_interface.model import ModelInfo
 from spmd.model_interface.remat import Remat
 from spmd.optim.extra_args import update_with
-from spmd.optim.owned_matrices import UpdateLayout
+from spmd.optim.owned_matrices import layout_argument
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import DerivedSpec
 from spmd.sharding.rules import Rules
@@ -91,10 +91,10 @@ class Storage:
 
     def make_update(self, plan: Any) -> Update:
         """Return the update of parameters and optimizer state under a plan."""
-        layout = UpdateLayout.of(plan)
+        layout = layout_argument(plan)
 
         def update(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-            extra["layout"] = layout
+            extra |= layout
             updates, state = update_with(plan.optimizer, gradients, state, params, extra)
             return optax.apply_updates(params, updates), state
 

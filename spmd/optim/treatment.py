@@ -40,6 +40,11 @@ class Treatment:
     no_decay: Sequence[str] | None = None
     decay: bool = True
 
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether matrices are updated whole, by the devices that own them."""
+        return self.name == "muon"
+
     def decays(self, path: str, rank: int) -> bool:
         """Return whether a parameter decays.
 
@@ -73,7 +78,7 @@ class Treatment:
 
     def problems(self, shapes: Shapes) -> list[Problem]:
         """Return the contradictions between the rules and all parameters; shapes are as stored."""
-        if self.name != "muon":
+        if not self.orthogonalizes:
             return []
         problems = []
         matrices = 0
@@ -105,7 +110,7 @@ class Treatment:
         described = {}
         for path, shape in shapes.items():
             words = []
-            if self.name == "muon":
+            if self.orthogonalizes:
                 words += self._describe_muon(path, shape)
             if self.decay and not self.decays(path, len(shape)):
                 words.append("no decay")
