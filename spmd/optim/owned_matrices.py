@@ -1,4 +1,4 @@
-"""Muon's orthogonalisation, with each matrix whole on the devices that own it.
+"""Muon's orthogonalisation, each matrix whole on its owners.
 
 A stack of kernels is `[layer, …, inputs, outputs]`, and its inputs or outputs are split over devices.
 The same devices own its matrices instead: an exchange gathers each matrix where it is owned, in the
@@ -73,7 +73,10 @@ class UpdateLayout:
 
 
 def layout_argument(plan: Any) -> dict[str, UpdateLayout]:
-    """Return `layout` for an optimizer that takes it; others may pass any argument to a loss."""
+    """Return `layout` for an optimizer with owners, nothing for others.
+
+    A line search passes its arguments on to the loss.
+    """
     treatment = treatment_of(plan.optimizer)
     if treatment is None or not treatment.orthogonalizes:
         return {}
@@ -199,7 +202,7 @@ class _Kernel:
 def _kernels(
     arrays: Mapping[str, Any], treatment: Treatment, layout: UpdateLayout | None
 ) -> Iterator[_Kernel]:
-    """Yield the stack of matrices of each array that has any."""
+    """Yield the stacks of matrices among the arrays."""
     specs: Mapping[str, P] = {}
     split: tuple[str, ...] = ()
     if layout is not None:
@@ -316,7 +319,7 @@ def _exchanged(
 def _in_region(
     *stacks: jax.Array, like: _Kernel, shares: _Shares, first: int
 ) -> tuple[jax.Array, ...]:
-    """Exchange a device's parts of matrices, and orthogonalise the matrices that it owns."""
+    """Exchange a device's parts of matrices, and orthogonalise its own matrices."""
     parts = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
     missing = shares.each * shares.owners - shares.matrices
     parts.append(jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype))
@@ -340,7 +343,7 @@ def _in_region(
 
 
 def _of_owner(rows: jax.Array, like: _Kernel, shares: _Shares, first: int) -> jax.Array:
-    """Orthogonalise the matrices of a device; others are zeros, which fill up, and stay."""
+    """Orthogonalise the matrices of a device, without the zeros of a fill-up."""
     if shares.each * shares.owners == shares.matrices:
         return _over_batch(rows)
     owner = (jax.lax.axis_index(like.owners) - first) % shares.owners

@@ -42,7 +42,7 @@ class Treatment:
 
     @property
     def orthogonalizes(self) -> bool:
-        """Whether matrices are updated whole, by the devices that own them."""
+        """Whether matrices are updated whole, by their owners."""
         return self.name == "muon"
 
     def decays(self, path: str, rank: int) -> bool:
