@@ -41,14 +41,14 @@ class CompressConfig:
     gradients: str = ""
     """Gradients that devices send to each other: float32, bf16, int8, int4; powersgd:R for matrices
     of rank R over data, with error feedback; empty: as the precision policy says."""
-    powersgd_start: int = 0
-    """First step that powersgd:R compresses, counted from the first step with it; gradients of those
-    before are sent whole. PyTorch starts at 1,000."""
     slices_gradients: str = ""
     """The same, over the axes that span several slices."""
     secondary: bool = True
     """With gather, where fsdp spans several slices: keep a second partition inside of each slice
     for the backward pass (hpZ), which then sends nothing over the slow network."""
+    powersgd_start: int = 0
+    """First step that powersgd:R compresses, counted from the first step with it; gradients of those
+    before are sent whole. PyTorch starts at 1,000."""
 
     def __str__(self) -> str:
         words = []
