@@ -150,7 +150,8 @@ class Step:
         mesh = spmd.make_mesh(devices=jax.devices()[: schedule.stages], pipe=schedule.stages)
         model = Model(init, lambda params, x: None, layered=lambda: layered)
         plan = spmd.make_plan(mesh, rules, model, optax.identity())
-        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), sums), self.table)
+        loss_fn = ModelLoss(model, lambda batch: (batch["x"],), sums, additive=True)
+        grad_fn = pipeline(loss_fn, self.table)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
