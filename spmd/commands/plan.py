@@ -154,7 +154,7 @@ def run_plan(arguments: list[str]) -> int:
     if isinstance(command, PlanCommand) and command.schedule:
         # Before the step, which some schedules cannot run.
         schedule = build_schedule(command.config, mesh)
-        recompute = command.config.pipeline.keep == "inputs"
+        recompute = command.config.pipeline.recomputes
         return _print_schedule(command, schedule, recompute=recompute)
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
     planned = source.on(mesh, topology.chip.device_kind)

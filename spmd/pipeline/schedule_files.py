@@ -60,9 +60,8 @@ def read_schedule(
     if chunks is None:
         chunks = 1 + max(task.chunk for task in tasks)
     try:
-        schedule = Schedule(
-            path.stem, microbatches, chunks, tuple(orders), flush=_NO_FLUSH not in lines
-        )
+        has_flush = _NO_FLUSH not in lines
+        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders), flush=has_flush)
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
     problems += check_schedule(schedule, ticks)

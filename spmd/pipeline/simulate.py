@@ -88,7 +88,10 @@ def _peak_in_flight(order: Sequence[Slot]) -> int:
     """Return the most tasks of a stage between forward and the end of backward."""
     peak = held = 0
     for slot in order:
-        held += 1 if slot.task.kind == "F" else -1
+        if slot.task.kind == "F":
+            held += 1
+        else:
+            held -= 1
         peak = max(peak, held)
     return peak
 

@@ -95,13 +95,14 @@ class SavedLayers:
 
         program, shapes = jax.make_jaxpr(both_passes, return_shape=True)(example, stream)
         results, self._structure = jax.tree.flatten(shapes)
-        is_input = [False] * len(jax.tree.leaves(example)) + [True] * len(jax.tree.leaves(stream))
-        self._is_saved = dependent_outputs(program, is_input)
+        others = len(jax.tree.leaves(example))
+        of_stream = len(jax.tree.leaves(stream))
+        self._is_saved = dependent_outputs(program, [False] * others + [True] * of_stream)
         _check_memory(itertools.compress(program.out_avals, self._is_saved))
         self.saved = tuple(itertools.compress(results, self._is_saved))
         self._program = program
-        others = [not is_saved for is_saved in self._is_saved]
-        part, _ = dce_jaxpr(program.jaxpr, others, instantiate=True)
+        is_again = [not is_saved for is_saved in self._is_saved]
+        part, _ = dce_jaxpr(program.jaxpr, is_again, instantiate=True)
         self._again = ClosedJaxpr(part, program.consts)
 
     def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
@@ -116,7 +117,10 @@ class SavedLayers:
         """Return the stage's output and its derivative; the value of `stream` is not read."""
         again = iter(jaxpr_as_fun(self._again)(*jax.tree.leaves((at, stream))))
         kept = iter(saved)
-        results = [next(kept if is_saved else again) for is_saved in self._is_saved]
+        results = list[jax.Array]()
+        for is_saved in self._is_saved:
+            source = kept if is_saved else again
+            results.append(next(source))
         return self._unflatten(results)
 
     def _unflatten(self, results: Sequence[jax.Array]) -> tuple[Stream, Derivative]:

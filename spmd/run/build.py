@@ -370,7 +370,7 @@ def build_grad_fn(
     if not schedule:
         grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
     elif schedule.flush:
-        table = tabulate(schedule, recompute=config.pipeline.keep == "inputs")
+        table = tabulate(schedule, recompute=config.pipeline.recomputes)
         grad_fn = pipeline(loss_fn, table)
     else:
         grad_fn = pipedream(loss_fn, tabulate(schedule))

@@ -131,6 +131,11 @@ class PipelineConfig:
     saves; inputs, its input alone, from which the backward task runs the forward pass again: less
     memory, a quarter more time. pipedream keeps inputs."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward task runs the forward pass of its stage again."""
+        return self.keep == "inputs" or self.schedule == "pipedream"
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig(EvaluationInterval):

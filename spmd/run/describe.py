@@ -86,7 +86,7 @@ def pipeline_line(setup: TrainSetup) -> str:
     if schedule is None:
         return ""
     name = f"{schedule.name}, {schedule.microbatches} microbatches"
-    execution = describe_execution(schedule, recompute=setup.config.pipeline.keep == "inputs")
+    execution = describe_execution(schedule, recompute=setup.config.pipeline.recomputes)
     return f"\npipeline {name}; {execution}"
 
 

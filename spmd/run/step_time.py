@@ -507,7 +507,7 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
         if pipeline.schedule == "interleaved":
             chunks = 2
     bubble = (mesh.pipe - 1) / (microbatches * chunks)
-    return _Pipeline(microbatches, bubble, pipeline.keep == "inputs")
+    return _Pipeline(microbatches, bubble, pipeline.recomputes)
 
 
 def _bytes(entries: Iterable[PlanEntry]) -> float:
