@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from spmd.data.images import ImageFolder
     from spmd.data.loader import DataConfig
     from spmd.data.process_batches import ProcessBatches, process_shard
+    from spmd.diloco.replicas import replica_mesh
+    from spmd.diloco.transform import DiLoCo
     from spmd.errors import SpmdError
     from spmd.gradients.accumulate import accumulate
     from spmd.gradients.base import value_and_grad
@@ -77,6 +79,7 @@ __all__ = [
     "CheckpointManager",
     "CompressConfig",
     "DataConfig",
+    "DiLoCo",
     "EvaluationConfig",
     "EvaluationInterval",
     "GradTransform",
@@ -130,6 +133,7 @@ __all__ = [
     "place_batch",
     "plan_report",
     "process_shard",
+    "replica_mesh",
     "replicate",
     "rules_from_annotations",
     "rules_from_search",
@@ -153,6 +157,7 @@ _HOMES = {
     "CheckpointManager": "spmd.checkpoint.manager",
     "CompressConfig": "spmd.settings.compress",
     "DataConfig": "spmd.data.loader",
+    "DiLoCo": "spmd.diloco.transform",
     "EvaluationConfig": "spmd.run.config",
     "EvaluationInterval": "spmd.run.run_config",
     "GradTransform": "spmd.model_interface.grad_transform",
@@ -206,6 +211,7 @@ _HOMES = {
     "place_batch": "spmd.training.batch",
     "plan_report": "spmd.report.step_report",
     "process_shard": "spmd.data.process_batches",
+    "replica_mesh": "spmd.diloco.replicas",
     "replicate": "spmd.sharding.rules",
     "rules_from_annotations": "spmd.sharding.from_flax",
     "rules_from_search": "spmd.sharding.from_search",

@@ -137,6 +137,17 @@ def sum_codes(x: Array, mesh: AnyMesh | None, axis: str, codec: BlockCodec, slic
         return gather.within(gather.across(shard), x.dtype)
 
 
+def sum_gathered_codes(x: Array, axis: str, codec: BlockCodec) -> Array:
+    """Sum over an axis in float32: each device encodes its term once and sends it to all others.
+
+    More is sent than by `sum_codes` to more than two devices, but no sum is encoded again. `x` has
+    a dimension with blocks. All devices decode the same codes, so that the sums are bitwise equal.
+    """
+    coded = _encoded(x, codec, *codec.block_dim(x.shape))
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis)
+    return _decoded_sum(jax.tree.map(gather, coded), codec)
+
+
 def _exchanged(
     parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]
 ) -> Array:

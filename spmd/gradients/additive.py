@@ -31,6 +31,7 @@ from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
 from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
+from spmd.plan.manual import manual_axes
 from spmd.plan.partition_safe import trace_call
 from spmd.sharding.mesh import BATCH_AXES
 
@@ -364,10 +365,7 @@ def has_part_of_batch() -> bool:
 
 def _split_axes() -> frozenset[str]:
     """Return the manual batch axes of size above 1 in the region being traced."""
-    around = get_abstract_mesh()
-    return frozenset(
-        axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1
-    )
+    return frozenset(manual_axes()).intersection(BATCH_AXES)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd import tree
@@ -21,6 +20,7 @@ from spmd.layers.ahead import has_ahead, tokens_ahead
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
 from spmd.model_interface.model import VALID, Model, Outputs, as_outputs
+from spmd.plan.manual import manual_axes
 from spmd.sharding.mesh import BATCH_AXES
 
 Sums = dict[str, Any]
@@ -371,8 +371,7 @@ def _of_microbatch(values: Mapping[str, Array], sums: Sums) -> dict[str, Array]:
 
 def _check_whole_microbatch(names: Sequence[str]) -> None:
     """Raise a `ConfigError` for values of a whole microbatch where a device has only a part."""
-    around = get_abstract_mesh()
-    is_part = any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES)
+    is_part = not set(BATCH_AXES).isdisjoint(manual_axes())
     if not names or not is_part:
         return
     what = "are of all examples of a microbatch"

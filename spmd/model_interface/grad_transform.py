@@ -3,13 +3,14 @@
 Loss scaling, histories and compression of gradients are such techniques. A gradient function
 threads one `Carry`: the variables of the model, and the state of each transform by its name. A plan
 holds the transforms (`ShardingPlan.with_transforms`) and the shardings of their states. A transform
-acts at one of two places, or at both:
+acts at one of three places, or at several:
 
 - **once per step**, `wrap` wraps the gradient function of the batch. The transforms of a plan wrap
   in their order: the first is next to the gradient function, the last is outside of all others;
 - **at each differentiation** of a loss, of a microbatch or of a stage, `enter` returns a factor of
   the loss and riders, arrays that ride on parameters; `leave` gets the derivatives of the riders,
-  through which layers return observations.
+  through which layers return observations;
+- **in place of a step**, `replace_step` returns another function of a state and a batch.
 
 A transform is a frozen dataclass, compared by value. Transforms declare conflicts by properties
 (`overlapping_steps`, `observes`, `exchanges`), so that none needs to know the name of another.
@@ -26,6 +27,10 @@ from jaxtyping import Array
 from spmd.errors import Problem
 
 _WHOLE = P()
+
+StepFn = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
+"""`(state, batch) -> (state, metrics)` of a step, pure; the state is a
+`spmd.training.state.TrainState`."""
 
 
 @jax.tree_util.register_dataclass
@@ -128,6 +133,11 @@ class GradTransform:
         """Wrap the gradient function of a whole batch."""
         return grad_fn
 
+    def replace_step(self, step: StepFn, plan: Any) -> StepFn:
+        """Return the function of a whole step: `step`, or another in its place."""
+        del plan
+        return step
+
     def enter(self, state: Any) -> Entered:
         """Return the inputs of the transform into one differentiation."""
         del state
@@ -213,3 +223,10 @@ def wrap_all(
     for transform in transforms:
         grad_fn = transform.wrap(grad_fn)
     return grad_fn
+
+
+def step_within(step: StepFn, transforms: Sequence[GradTransform], plan: Any) -> StepFn:
+    """Return the function of a step of a plan with these transforms."""
+    for transform in transforms:
+        step = transform.replace_step(step, plan)
+    return step

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
 from optax import contrib
 
 from spmd.optim.treatment import Treatment
@@ -304,9 +305,12 @@ def _exchanged(
     for kernel in group:
         stacks.append(matrices[kernel.path])
         specs.append(kernel.spec)
+    mesh: AnyMesh | None = layout.mesh
+    if get_abstract_mesh().manual_axes:  # inside another region, that one's mesh
+        mesh = None
     region = jax.shard_map(
         functools.partial(_in_region, like=like, shares=_shares(group, layout), first=first),
-        mesh=layout.mesh,
+        mesh=mesh,
         in_specs=tuple(specs),
         out_specs=tuple(specs),
         axis_names=set(itertools.chain.from_iterable(like.dims)),

@@ -23,6 +23,20 @@ def split_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
 
+def manual_axes() -> tuple[str, ...]:
+    """Return the manual axes of the region traced here that split the mesh of the plan in scope.
+
+    Replicas that train by themselves (`spmd.diloco`) are along an axis of the region's mesh that
+    has size 1 in their own plan's, so nothing is summed over it.
+    """
+    around = get_abstract_mesh()
+    sizes = around.shape
+    mesh = current().mesh
+    if mesh is not None:
+        sizes = mesh.shape
+    return tuple(axis for axis in around.manual_axes if sizes[axis] > 1)
+
+
 def is_partly_manual() -> bool:
     """Return whether the region traced here is manual over some axes and leaves others to XLA."""
     mesh = get_abstract_mesh()
@@ -113,20 +127,12 @@ def global_max(x: Array) -> Array:
 
     Stages of a pipeline have values of their own.
     """
-    around = get_abstract_mesh()
-    axes = []
-    for axis in around.manual_axes:
-        if around.shape[axis] > 1 and axis != "pipe":
-            axes.append(axis)
+    axes = tuple(axis for axis in manual_axes() if axis != "pipe")
     if not axes:
         return x
-    return jax.lax.pmax(x, tuple(axes))
+    return jax.lax.pmax(x, axes)
 
 
 def _manual_batch_axes() -> tuple[str, ...]:
-    around = get_abstract_mesh()
-    axes = []
-    for axis in BATCH_AXES:
-        if axis in around.manual_axes and around.shape[axis] > 1:
-            axes.append(axis)
-    return tuple(axes)
+    manual = manual_axes()
+    return tuple(axis for axis in BATCH_AXES if axis in manual)

@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from spmd.checkpoint.tree import OptionalState
 from spmd.delayed_scaling.amax_history import AmaxHistory
+from spmd.diloco.transform import DiLoCo
 from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_interface.grad_transform import GradTransform
 from spmd.pipedream.grad_fn import InFlight
 from spmd.powersgd.transform import PowerSGD
 
-TRANSFORMS: tuple[type[GradTransform], ...] = (PowerSGD, InFlight, AmaxHistory, LossScale)
+TRANSFORMS: tuple[type[GradTransform], ...] = (PowerSGD, InFlight, AmaxHistory, LossScale, DiLoCo)
 """All of them with a state. A checkpoint has it among the variables, by its name."""
 
 

@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
 from spmd.gradients.losses import VALUES, LossFn, Sums
-from spmd.model_interface.grad_transform import Carry, wrap_all
+from spmd.model_interface.grad_transform import Carry, StepFn, step_within, wrap_all
 from spmd.model_interface.model import PRNG
 from spmd.optim.extra_args import extra_args
 from spmd.plan.annotate import check_annotations
-from spmd.plan.context import use_plan
+from spmd.plan.context import constrain, use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import check_replaced, partition_safe
 from spmd.plan.plan import ShardingPlan
@@ -264,7 +265,19 @@ class TrainStep:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(self.plan))
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
 
+    @property
+    def step_fn(self) -> StepFn:
+        """The function of a step for a program being traced: not compiled, checked or donating."""
+        return self._step
+
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        step = step_within(self._plain_step, self.plan.transforms, self.plan)
+        after, metrics = step(state, batch)
+        with jax.named_scope(METRICS):
+            watched = {name: watch(state, after) for name, watch in self.watch.items()}
+        return after, metrics | watched
+
+    def _plain_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         gradients, metrics, weight, carry = self._mean_gradients(state, batch, state.params)
         params, optimizer_state = self.update(state, batch, gradients, metrics["loss"])
         after = TrainState(
@@ -278,8 +291,6 @@ class TrainStep:
         with jax.named_scope(METRICS):
             metrics["tokens"] = weight
             metrics["gradient_norm"] = optax.tree.norm(gradients)
-            watched = {name: watch(state, after) for name, watch in self.watch.items()}
-            metrics |= watched
         if self.keep_gradients:
             metrics["gradients"] = gradients
         return after, metrics
@@ -309,13 +320,16 @@ class TrainStep:
         # A batch of nothing but padding has zero gradients, not NaN.
         divisor = jnp.where(weight > 0, weight, 1.0)
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
-        gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
+        gradients = jax.tree.map(self._as_planned, gradients, self.plan.gradient_shardings)
         values = sums.pop(VALUES, {})
         means = jax.tree.map(lambda total: total / divisor, sums)
         arrays = means.get("arrays", {})
         variables = self.plan.model.update_variables(carry.variables, arrays)
         carry = dataclasses.replace(carry, variables=variables)
         return gradients, _with_values(means, values), weight, carry
+
+    def _as_planned(self, gradient: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return constrain(gradient, self.plan.mesh, sharding.spec, "a gradient")
 
     def _mean_loss(self, state: TrainState, batch: Any, params: Any) -> jax.Array:
         """Return the mean loss at any parameters, for line searches.

@@ -45,6 +45,7 @@ FLOORS = (
     "host_memory",
     "settings",
     *("plan", "layers", "gradients", "powersgd", "pipeline", "pipedream", "training"),
+    "diloco",
     "lora",
     "checkpoint",
     "data",
