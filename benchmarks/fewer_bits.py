@@ -7,9 +7,9 @@ The table in docs/how-to/benchmark.md is made by it. Every run's loss is appende
 it ends, and runs that are there already are not repeated, so an interrupted table goes on. The last
 setting is a control: gradients of each device as their signs, one scale for each array and no error
 feedback, with Adam (what 1-bit Adam, Tang et al., arXiv:2102.02888, shows to fail). PowerSGD is
-also switched on in the middle of a run, as PyTorch's is after its first 1,000 steps by default. The
-exit code is 1 if a setting is further off in the mean over seeds than it may be, or the control is
-not.
+also switched on in the middle of a run, as PyTorch's is after its first 1,000 steps by default.
+DiLoCo's replicas are the two of `data`; its period should divide the number of steps. The exit
+code is 1 if a setting is further off in the mean over seeds than it may be, or the control is not.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd.data.loader import Windows, batches, evaluation_batches, load_corpus
+from spmd.diloco.config import DiLoCoConfig
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.deferred_reduction import LocalGradients, defer_grad_reduction, sum_exchange
@@ -56,6 +57,12 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], float]] = {
     "PowerSGD rank 4": ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
     LATER: ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
     "int8 activations": ({"remat": ""}, 0.01),
+    "DiLoCo every 8": ({"diloco": DiLoCoConfig(every=8)}, 0.05),
+    "DiLoCo every 32": ({"diloco": DiLoCoConfig(every=32)}, 0.10),
+    "DiLoCo every 32, 4 fragments in int4": (
+        {"diloco": DiLoCoConfig(every=32, fragments=4, codec="int4")},
+        0.10,
+    ),
     CONTROL: ({}, 0.01),
 }
 """Name → the config's fields, and how much larger the loss may be, relative to bfloat16's."""

@@ -39,6 +39,7 @@ ROWS = [
         ("observe", "metrics, goodput, traces", SERVICE),
     ],
     [
+        ("diloco", "replicas with steps of their own", TECHNIQUE),
         ("lora", "adapters of frozen parameters", TECHNIQUE),
         ("checkpoint", "save, verify, restore", SERVICE),
     ],

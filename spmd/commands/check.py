@@ -23,7 +23,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.parity.bugs import Bug
 from spmd.parity.result import Parity
-from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
+from spmd.run.build import abstract_batch, config_mesh, evaluation_config, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
@@ -94,13 +94,9 @@ def run_check(arguments: list[str]) -> int:
         return _check_explicit(command)
     start_devices(config.devices, command)
     _check_processes(command)
-    fewer_bits = config.compress != NO_COMPRESSION or config.quantize
-    if fewer_bits and not command.json:
-        print(
-            "fewer bits change numbers by design: compression and recipes are off in this "
-            "comparison"
-        )
-    plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
+    if not command.json:
+        _print_left_out(config)
+    plain = evaluation_config(config)
     check = Check(plain, command.check_steps)
     init = check_init(check.one_device)
     if init and not command.json:
@@ -112,6 +108,17 @@ def run_check(arguments: list[str]) -> int:
         setup = check.setup_on(mesh)
     faults = find_faults(setup.step, abstract_batch(plain))
     return _run(command, check, mesh, faults)
+
+
+def _print_left_out(config: TrainConfig) -> None:
+    """Print what changes numbers by design, and so is off in the comparison."""
+    if config.compress != NO_COMPRESSION or config.quantize:
+        print(
+            "fewer bits change numbers by design: compression and recipes are off in this "
+            "comparison"
+        )
+    if config.diloco.every:
+        print("replicas differ by design: ordinary data parallelism is checked in their place")
 
 
 def _check_step(command: CheckStepCommand, source: StepFile | ReadyStep) -> int:

@@ -24,7 +24,7 @@ from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
+from spmd.run.build import TrainSetup, config_mesh, evaluation_config, make_setup, open_text_dataset
 from spmd.run.config import TrainConfig
 from spmd.run.evaluate import (
     Evaluation,
@@ -37,7 +37,6 @@ from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.run_dir import RunDir
 from spmd.run.step_source import ConfigSource, load_source, shape_problems
-from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import MeshShape, mesh_of
 from spmd.storage.address import locate
 from spmd.training.evaluated_params import plan_evaluation_point
@@ -103,7 +102,7 @@ def run_eval(arguments: list[str]) -> int:
     run_dir = RunDir(locate(command.run))
     config = _override(command, run_dir.config())
     start_devices(config.devices, command)
-    plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
+    plain = evaluation_config(config)
     setup = make_setup(plain, config_mesh(config))
     check_microbatches(setup)
     tokenizer = load_tokenizer(config.data.tokenizer)

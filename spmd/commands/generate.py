@@ -18,11 +18,10 @@ from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
 from spmd.observe.spinner import spinner
-from spmd.run.build import config_mesh, make_setup
+from spmd.run.build import config_mesh, evaluation_config, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
-from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import MeshShape
 from spmd.storage.address import locate
 
@@ -71,7 +70,7 @@ def run_generate(arguments: list[str]) -> int:
     config = _override_mesh(command, run_dir.config())
     start_devices(config.devices, command)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
-    plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
+    plain = evaluation_config(config)
     plan = make_setup(plain, config_mesh(config)).plan
     generator = make_generator(plan, tokenizer, config.data.sequence, sampling)
     with (

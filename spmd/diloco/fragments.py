@@ -1,4 +1,4 @@
-"""Fragments: the parts of the parameters that are synchronised at the same steps.
+"""Fragments: parts of the parameters, each synchronized at steps of its own.
 
 Layers of a stack are dealt to the fragments in turn, the strided pattern of arXiv:2501.18512,
 section 2.2. Each other parameter goes to the smallest fragment so far, in the order of the model.
@@ -30,11 +30,16 @@ class Fragment:
     whole: frozenset[str]
     stacked: Mapping[str, int]
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first, with which arrays of no parameter are synchronized."""
+        return self.number == 0
+
     def __contains__(self, path: str) -> bool:
         return path in self.whole or path in self.stacked
 
     def take(self, path: str, x: jax.Array, leading: int = 0) -> jax.Array:
-        """Return the elements of a parameter, or of an array like it, that are in the fragment.
+        """Return the fragment of a parameter, or of an array like it.
 
         Args:
             leading: Number of dimensions in front of the parameter's.
@@ -53,7 +58,7 @@ class Fragment:
         return x.at[index].set(part)
 
     def offset(self, every: int) -> int:
-        """Return the number of steps by which it is synchronised after the first fragment."""
+        """Return the steps between the turn of the first fragment and its own."""
         return self.number * every // self.count
 
 

@@ -1,4 +1,4 @@
-"""Replicas: each takes steps of its own, in a region that is manual over `data`.
+"""Steps of replicas, in a region manual over `data`.
 
 A replica is planned on a mesh of its own, that of `replica_mesh`, on which `data` has size 1. Its
 train step is any train step of such a plan. Here one program runs it for all replicas at once: its
@@ -29,7 +29,7 @@ AXIS = "data"
 
 
 def replica_mesh(mesh: AnyMesh) -> AnyMesh:
-    """Return the mesh of one replica: the first devices along `data`, which has size 1 in it.
+    """Return the mesh of one replica: the first devices along `data`.
 
     Raises:
         MeshError: There is one replica.
@@ -67,13 +67,13 @@ class Replicas:
         return self.mesh.shape[AXIS]
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return path → abstract array of what each replica has of its own, without `[replica]`."""
+        """Return path → abstract array of `own`, of one replica."""
         return self.own(abstract_state(self.inner.plan))
 
     def own(self, state: TrainState) -> dict[str, Any]:
-        """Return path → array of what differs between replicas in their states.
+        """Return path → array of a replica's own part of its state.
 
-        They have the same step, key and unchanged variables.
+        Step, key and constant variables are the same for all.
         """
         variables = tree.flatten(state.variables)
         parts = {
@@ -90,7 +90,7 @@ class Replicas:
         return path not in info.frozen and path not in info.constants
 
     def state_of(self, own: Mapping[str, Any], shared: TrainState) -> TrainState:
-        """Return the training state with what a replica has of its own, by path."""
+        """Return the state of a replica, from its own part and the common one."""
         like = abstract_state(self.inner.plan)
 
         def part(name: str, abstract: Any) -> Any:

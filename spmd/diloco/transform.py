@@ -2,7 +2,7 @@
 
 The parameters θ of the training state are those of the outer optimizer, to evaluate and to export.
 Each of R replicas has parameters of its own, w, and an inner optimizer's state. In a step each takes
-one of its own. A fragment is synchronised every H steps (arXiv:2308.08105, algorithm 1, is without
+one of its own. A fragment is synchronized every H steps (arXiv:2308.08105, algorithm 1, is without
 fragments and without α):
 
     Δ = mean over replicas of (θ − w),  θ ← outer update of θ by Δ as the gradient,
@@ -27,23 +27,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.codecs import EXCHANGES, GradientCodec
-from spmd.coded_comm.codes import sum_gathered_codes
-from spmd.diloco.fragments import Fragment, divide, fragment_problems
+from spmd.codecs import EXCHANGES
+from spmd.diloco.exchange import OuterExchange
+from spmd.diloco.fragments import divide, fragment_problems
 from spmd.diloco.replicas import AXIS, Replicas, mean_metrics, replica_mesh
+from spmd.diloco.synchronization import Synchronization, mean_of
 from spmd.errors import CheckpointError, Problem, any_of
 from spmd.model_interface.grad_transform import GradTransform, StateArray, StepFn
-from spmd.optim.extra_args import update_with
+from spmd.optim.evaluated_params import evaluated_kinds
 from spmd.optim.storage import ON_DEVICES
 from spmd.plan.context import use_plan
-from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.scopes import OPTIMIZER, comm_scope, in_scope
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import followed_params
@@ -51,20 +49,18 @@ from spmd.training.state import TrainState
 from spmd.training.step import Metrics, TrainStep
 
 _SETTING = "DiLoCo"
-_DIFFERENCES = comm_scope("outer gradients, between replicas")
-_VARIABLES = comm_scope("variables of replicas, averaged")
 
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(GradTransform):
-    """Replicas along `data` that train by themselves and are synchronised every few steps.
+    """Replicas along `data`, each with steps of its own, synchronized every few steps.
 
     The plan's optimizer is the outer one. Metrics are means over the replicas, by their tokens.
 
     Attributes:
         inner: The train step of one replica, of a plan on `spmd.replica_mesh(mesh)`.
-        every: Steps between two synchronisations of a parameter, H.
-        fragments: Number of parts of the parameters, each synchronised at a step of its own.
+        every: Steps between two synchronizations of a parameter, H.
+        fragments: Number of parts of the parameters, each synchronized at a step of its own.
         codec: Codec of the terms of Δ on the wire, such as `int4`; empty for float32. Their mean is
             computed in float32.
         keep: The share of its own parameters that a replica keeps, α.
@@ -80,7 +76,7 @@ class DiLoCo(GradTransform):
     keep: float = 0.0
 
     def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
-        """Return what each replica has of its own, `[replica, …]`."""
+        """Return the arrays of all replicas, `[replica, …]`."""
         replicas = self._replicas(plan)
         state = dict[str, StateArray]()
         for path, x in replicas.abstract().items():
@@ -120,26 +116,16 @@ class DiLoCo(GradTransform):
         replicas = self._replicas(plan)
         own, metrics = replicas.step(tree.flatten(state.transforms[self.name]), state, batch, plan)
         state = dataclasses.replace(state, step=state.step + 1)
+        exchange = OuterExchange(plan.mesh, self.codec)
         with use_plan(plan):
             for fragment in divide(plan, self.fragments):
-                state, own = self._synchronized(fragment, state, own, plan)
+                synchronization = Synchronization(fragment, plan, exchange, self.keep)
+                is_due = (state.step - fragment.offset(self.every)) % self.every == 0
+                arrays = synchronization.read(state, own)
+                arrays = jax.lax.cond(is_due, synchronization.run, lambda same: same, arrays)
+                state, own = synchronization.write(state, own, arrays)
         state = dataclasses.replace(state, transforms={self.name: tree.nested(own)})
         return state, mean_metrics(metrics)
-
-    def _synchronized(
-        self,
-        fragment: Fragment,
-        state: TrainState,
-        own: Mapping[str, jax.Array],
-        plan: ShardingPlan,
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state, and what replicas have of their own, after a fragment's turn."""
-        sync = _Synchronization(self, fragment, plan)
-        arrays = sync.arrays(state, own)
-        since = state.step - fragment.offset(self.every)
-        is_due = since % self.every == 0
-        arrays = jax.lax.cond(is_due, sync.run, lambda arrays: arrays, arrays)
-        return sync.with_arrays(state, own, arrays)
 
     def _replicas(self, plan: ShardingPlan) -> Replicas:
         return Replicas(plan.mesh, self.inner)
@@ -176,7 +162,7 @@ class DiLoCo(GradTransform):
         missing = [path for path in wanted if path not in restored]
         if missing:
             detail = f"{len(missing)} of {len(wanted)} arrays are missing, such as {missing[0]}"
-            fix = "start a new run from its parameters (--init)"
+            fix = "start a new run from its parameters"
             problem = Problem("checkpoint", "has no replicas of this model", detail, fix)
             raise CheckpointError("The run cannot be resumed:", [problem])
         state = dict[str, jax.Array]()
@@ -202,7 +188,7 @@ class DiLoCo(GradTransform):
         if self.fragments < 1:
             yield Problem("fragments", f"are {self.fragments}", fix="1 or more")
         if not 0 <= self.keep < 1:
-            fix = "at least 0 and below 1: replicas that keep everything are never synchronised"
+            fix = "at least 0 and below 1: replicas that keep everything are never synchronized"
             yield Problem("keep", f"is {self.keep}", fix=fix)
         if self.codec and self.codec not in EXCHANGES:
             yield Problem("codec", f"is {self.codec!r}", fix=any_of([*EXCHANGES, "''"]))
@@ -244,6 +230,11 @@ class DiLoCo(GradTransform):
             if planned.storage != ON_DEVICES:
                 what = f"has arrays of the {name} plan in host memory"
                 yield Problem(_SETTING, what, fix="offload=none")
+            kinds = evaluated_kinds(planned.abstract_optimizer_state)
+            if kinds:
+                what = f"has {' and '.join(kinds)} in the state of the {name} optimizer"
+                detail = "they would not follow the parameters when these are set"
+                yield Problem(_SETTING, what, detail, "an optimizer without, such as adamw")
             if planned.precision.master:
                 what = f"has master weights in the {name} optimizer"
                 detail = "a replica's would not follow its parameters when they are set"
@@ -269,174 +260,23 @@ class DiLoCo(GradTransform):
                 fix = "fragments=1, or an optimizer with moments alone, such as optax.sgd(0.7, 0.9)"
                 yield Problem(_SETTING, what, detail, fix)
 
+    def parity_problems(self) -> list[Problem]:
+        """Return a problem: replicas take steps of their own."""
+        what = "has replicas that take steps of their own, unlike one device"
+        return [Problem(_SETTING, what, fix="check the layout of the inner step")]
+
     def sent(self, plan: ShardingPlan) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Return path → axis → bytes of Δ that a device sends in a step, on average."""
+        """Return path → axis → bytes of Δ in a step, on average."""
         sizes = plan.mesh.shape
-        found = {}
+        exchange = OuterExchange(plan.mesh, self.codec)
+        found = dict[str, dict[str, tuple[int, ...]]]()
         for entry in plan.params:
-            ndim = len(entry.shape)
-            shape = local_shape(entry.shape, spec_dims(entry.spec, ndim, tuple(sizes)), sizes)
-            bits = 32.0
-            codec, block = self.codec_of(shape)
-            if codec is not None:
-                # A sum counts twice (`Transfer.bytes`), and a gather of R terms R times.
-                bits = codec.bits(block) * sizes[AXIS] / 2
-            found[entry.path] = {AXIS: (math.ceil(math.prod(shape) * bits / 8 / self.every),)}
+            dims = spec_dims(entry.spec, len(entry.shape), tuple(sizes))
+            term = exchange.bytes_of_term(local_shape(entry.shape, dims, sizes))
+            found[entry.path] = {AXIS: (math.ceil(term / self.every),)}
         return found
-
-    def codec_of(self, shape: Sequence[int]) -> tuple[GradientCodec | None, int]:
-        """Return the codec for a shard of this shape and its block; None if it has no blocks."""
-        codec = EXCHANGES.get(self.codec)
-        if codec is None or not shape:
-            return None, 0
-        _, block = codec.block_dim(shape)
-        if not block:
-            return None, 0
-        return codec, block
-
-
-@dataclasses.dataclass(frozen=True)
-class _Synchronization:
-    """Synchronisation of one fragment.
-
-    It takes and returns dictionaries of arrays: `params/…` and `optimizer/…` of the outer
-    optimizer, `own/…` of the replicas' parameters, and, in the first fragment, `variables/…`.
-    """
-
-    diloco: DiLoCo
-    fragment: Fragment
-    plan: ShardingPlan
-
-    @functools.cached_property
-    def _followed(self) -> dict[str, str]:
-        """Path of an array of the outer optimizer's state → its parameter, if it has one."""
-        params = dict.fromkeys(entry.path for entry in self.plan.params)
-        return followed_params(self.plan.abstract_optimizer_state, params)
-
-    def arrays(self, state: TrainState, own: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the arrays that it changes."""
-        found = dict[str, jax.Array]()
-        for path, x in tree.flatten(state.params).items():
-            if path in self.fragment:
-                found[f"params/{path}"] = x
-                found[f"own/params/{path}"] = own[f"params/{path}"]
-        for path, x in tree.flatten(state.optimizer_state).items():
-            if self._has_state(path):
-                found[f"optimizer/{path}"] = x
-        if self.fragment.number == 0:
-            for path, x in tree.flatten(state.variables).items():
-                if f"variables/{path}" in own:
-                    found[f"variables/{path}"] = x
-                    found[f"own/variables/{path}"] = own[f"variables/{path}"]
-        return found
-
-    def _has_state(self, path: str) -> bool:
-        """Return whether an array of the outer optimizer's state belongs to the fragment."""
-        if path not in self._followed:
-            return self.fragment.number == 0
-        return self._followed[path] in self.fragment
-
-    def with_arrays(
-        self, state: TrainState, own: Mapping[str, jax.Array], arrays: Mapping[str, jax.Array]
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state, and what replicas have of their own, with the changed arrays."""
-
-        def changed(part: str, before: Any) -> Any:
-            return tree.map_with_path(lambda path, x: arrays.get(f"{part}/{path}", x), before)
-
-        state = dataclasses.replace(
-            state,
-            params=changed("params", state.params),
-            variables=changed("variables", state.variables),
-            optimizer_state=changed("optimizer", state.optimizer_state),
-        )
-        return state, {path: arrays.get(f"own/{path}", x) for path, x in own.items()}
-
-    def run(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Synchronise the fragment."""
-        parts = _below("params", arrays)
-        owns = _below("own/params", arrays)
-        params = {path: self.fragment.take(path, x) for path, x in parts.items()}
-        own = {path: self.fragment.take(path, x, 1) for path, x in owns.items()}
-        moved = {path: self._mean_difference(path, params[path], own[path]) for path in params}
-        with jax.named_scope(OPTIMIZER):
-            after, optimizer = self._outer_update(params, _below("optimizer", arrays), moved)
-            kept = self.diloco.keep
-            changed = dict(arrays)
-            for path, x in after.items():
-                target = jnp.broadcast_to(x, own[path].shape)
-                if kept:
-                    target = kept * own[path] + (1 - kept) * target
-                changed[f"params/{path}"] = self.fragment.put(path, parts[path], x)
-                changed[f"own/params/{path}"] = self.fragment.put(path, owns[path], target, 1)
-            for path, x in optimizer.items():
-                changed[f"optimizer/{path}"] = x
-        for path, x in _below("own/variables", arrays).items():
-            with in_scope(_VARIABLES):
-                mean = _mean_of(x)
-            changed[f"variables/{path}"] = mean
-            changed[f"own/variables/{path}"] = jnp.broadcast_to(mean, x.shape)
-        return changed
-
-    def _mean_difference(self, path: str, param: jax.Array, own: jax.Array) -> jax.Array:
-        """Return the mean of θ − w over the replicas, of a fragment's part of a parameter."""
-        (spec,) = (entry.spec for entry in self.plan.params if entry.path == path)
-        mesh = self.plan.mesh
-
-        def mean(param: jax.Array, own: jax.Array) -> jax.Array:
-            difference = param.astype(jnp.float32) - own[0].astype(jnp.float32)
-            codec, _ = self.diloco.codec_of(difference.shape)
-            if codec is None:
-                total = jax.lax.psum(difference, AXIS)
-            else:
-                total = sum_gathered_codes(difference, AXIS, codec)
-            return total / mesh.shape[AXIS]
-
-        region = shard_map_over(mesh, split_axes(mesh), mean, (spec, P(AXIS, *spec)), spec)
-        with in_scope(_DIFFERENCES):
-            return region(param, own).astype(param.dtype)
-
-    def _outer_update(
-        self,
-        params: Mapping[str, jax.Array],
-        optimizer: Mapping[str, jax.Array],
-        moved: Mapping[str, jax.Array],
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return the parameters of a fragment and the optimizer's arrays after an outer update."""
-        fragment = self.fragment
-        of_params = tree.nested(params)
-        abstract = jax.eval_shape(self.plan.optimizer.init, of_params)
-
-        def taken(path: str, _: Any) -> jax.Array:
-            if path not in self._followed:
-                return optimizer[path]
-            return fragment.take(self._followed[path], optimizer[path])
-
-        state = tree.map_with_path(taken, abstract)
-        moved_tree = tree.nested(moved)
-        updates, state = update_with(self.plan.optimizer, moved_tree, state, of_params, {})
-        after = tree.flatten(optax.apply_updates(of_params, updates))
-        changed = dict[str, jax.Array]()
-        for path, x in tree.flatten(state).items():
-            changed[path] = x
-            if path in self._followed:
-                changed[path] = fragment.put(self._followed[path], optimizer[path], x)
-        return after, changed
-
-
-def _below(prefix: str, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the arrays of paths that begin with a prefix, by the rest of the path."""
-    start = f"{prefix}/"
-    return {path.removeprefix(start): x for path, x in arrays.items() if path.startswith(start)}
-
-
-def _mean_of(x: jax.Array) -> jax.Array:
-    """Return the mean over replicas of an array `[replica, …]`; of integers, the first."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x.mean(axis=0)
-    return x[0]
 
 
 def _other_count(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the arrays of another number of replicas, all alike."""
-    return jnp.broadcast_to(_mean_of(x), shape)
+    return jnp.broadcast_to(mean_of(x), shape)

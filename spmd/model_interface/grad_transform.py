@@ -178,6 +178,10 @@ class GradTransform:
         del plan
         return []
 
+    def parity_problems(self) -> Sequence[Problem]:
+        """Return the reasons why a step's numbers are meant to differ from those of one device."""
+        return []
+
 
 def enter_all(transforms: Sequence[GradTransform], carry: Carry) -> Entered:
     """Return the inputs of all transforms into one differentiation.

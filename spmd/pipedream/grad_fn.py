@@ -213,6 +213,12 @@ class InFlight(GradTransform):
             shapes.append((name, shape))
         return cls(loss_fn, table, tuple(shapes))
 
+    def parity_problems(self) -> list[Problem]:
+        """Return a problem: gradients are of the batch before."""
+        what = "has gradients that are one update late, unlike one device"
+        fix = "a schedule with a flush, such as 1f1b, to check the layout"
+        return [Problem("schedule pipedream", what, fix=fix)]
+
     def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
         """Return the state before the first step: nothing is in flight."""
         del key

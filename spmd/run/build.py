@@ -20,6 +20,9 @@ from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
 from spmd.data.text_dataset import TextDataset, open_text
 from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
+from spmd.diloco.config import DiLoCoConfig
+from spmd.diloco.replicas import replica_mesh
+from spmd.diloco.transform import DiLoCo
 from spmd.distributed.initialize import compiler_environment, user_xla_flags
 from spmd.distributed.xla_flags import Flag, Value, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, Together
@@ -54,7 +57,7 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, precision_problems, recipe_problems, untuned_problems
 from spmd.run.stages import check_stages
-from spmd.settings.compress import CompressConfig, powersgd_rank
+from spmd.settings.compress import NO_COMPRESSION, CompressConfig, powersgd_rank
 from spmd.settings.quantize import RECIPES, parse_table
 from spmd.sharding.mesh import (
     BATCH_AXES,
@@ -95,6 +98,8 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
         mesh: From `config_mesh` or `planned_mesh`.
         chip: Kind of the devices of an abstract mesh.
     """
+    if config.diloco.every:
+        return _make_setup_of_replicas(config, mesh, chip)
     model = build_model(config)
     schedule = build_schedule(config, mesh)
     check_stages(config.model, schedule)
@@ -122,6 +127,50 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
         step=step,
         batch=abstract_batch(config),
     )
+
+
+def _make_setup_of_replicas(config: TrainConfig, mesh: AnyMesh, chip: str) -> TrainSetup:
+    """Build the parts of a run of replicas: each is a run by itself on a part of each batch."""
+    _check_replicas(config, mesh)
+    alone = replica_mesh(mesh)
+    batch = config.data.batch // mesh.shape["data"]
+    replica = dataclasses.replace(
+        config,
+        diloco=DiLoCoConfig(),
+        mesh=MeshShape(**alone.shape),
+        slices=dataclasses.replace(config.slices, data=1),
+        data=dataclasses.replace(config.data, batch=batch),
+    )
+    inner = make_setup(replica, alone, chip)
+    fields = config.diloco
+    codec = "" if fields.codec == "float32" else fields.codec
+    diloco = DiLoCo(inner.step, fields.every, fields.fragments, codec, fields.keep)
+    plan = build_plan(config, mesh, inner.plan.model, [diloco])
+    options = _build_compiler_options(config, mesh)
+    step = make_train_step(plan, grad_fn=inner.grad_fn, compiler_options=options)
+    return dataclasses.replace(inner, config=config, step=step, batch=abstract_batch(config))
+
+
+def _check_replicas(config: TrainConfig, mesh: AnyMesh) -> None:
+    """Raise `ConfigError` if there are no replicas, or their batches are unequal."""
+    count = mesh.shape["data"]
+    problems = list[Problem]()
+    if count == 1:
+        what = f"is {config.diloco.every}, and mesh.data is 1: there are no replicas"
+        fix = "--mesh.data 2 or more, or --diloco.every 0"
+        problems.append(Problem("diloco.every", what, fix=fix))
+    batch = config.data.batch
+    if batch % count:
+        detail = f"{batch} / (mesh.data = {count}) = {batch / count:.4g}"
+        fix = f"--data.batch {batch // count * count or count}"
+        problems.append(Problem("data.batch", "does not divide over replicas", detail, fix))
+    if problems:
+        raise ConfigError("Invalid DiLoCo:", problems)
+
+
+def evaluation_config(config: TrainConfig) -> TrainConfig:
+    """Return a config for a model's evaluation: one model, and everything sent as it is stored."""
+    return dataclasses.replace(config, compress=NO_COMPRESSION, quantize="", diloco=DiLoCoConfig())
 
 
 def _build_evaluation_loss(config: TrainConfig, model: Model, schedule: Schedule | None) -> LossFn:
@@ -208,10 +257,12 @@ def skips_updates(config: TrainConfig) -> bool:
 
 
 def build_optimizer(config: TrainConfig, model: Model) -> optax.GradientTransformation:
-    """Return the model's optimizer.
+    """Return the optimizer of the training state: with replicas, the outer one.
 
     It skips bad updates where the config says so; plans for fp16 always do.
     """
+    if config.diloco.every:
+        return config.diloco.outer_optimizer()
     optimizer = make_optimizer(config.optimizer, config.steps, config.rules.stacked, model=model)
     if not skips_updates(config) or build_precision(config).loss_scale:
         return optimizer

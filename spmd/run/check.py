@@ -90,7 +90,7 @@ class Check:
             return self._setups[mesh]
         setup = make_setup(self.config, mesh)
         preflight(setup)
-        _check_flush(setup.plan)
+        _check_comparable(setup.plan)
         self._setups[mesh] = setup
         return setup
 
@@ -161,7 +161,7 @@ class StepCheck:
         `bug` is a bug of `spmd.testing.BUGS` to inject.
         """
         step, _ = self.made_on(mesh)
-        _check_flush(step.plan)
+        _check_comparable(step.plan)
         grad_fn = BUGS[bug](step.grad_fn) if bug else step.grad_fn
         return self._reference.compare(step.plan, grad_fn)
 
@@ -175,13 +175,13 @@ def _batch_problems(batches: Sequence[Any], steps: int) -> list[Problem]:
     return problems + shape_problems(batches)
 
 
-def _check_flush(plan: ShardingPlan) -> None:
-    """Raise `ConfigError` for a pipeline without a flush: its gradients are of the batch before."""
-    if any(transform.overlapping_steps for transform in plan.transforms):
-        what = "has gradients that are one update late, unlike one device"
-        fix = "check the layout with --pipeline.schedule 1f1b"
-        problem = Problem("schedule pipedream", what, fix=fix)
-        raise ConfigError("Nothing to compare:", [problem])
+def _check_comparable(plan: ShardingPlan) -> None:
+    """Raise `ConfigError` if a plan's steps are meant to differ from those of one device."""
+    problems = list[Problem]()
+    for transform in plan.transforms:
+        problems += transform.parity_problems()
+    if problems:
+        raise ConfigError("Nothing to compare:", problems)
 
 
 def _steps_text(count: int) -> str:

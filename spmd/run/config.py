@@ -35,6 +35,7 @@ from flax import nnx
 from spmd.data.chat import ChatConfig
 from spmd.data.hub import source_problems
 from spmd.data.loader import DataConfig
+from spmd.diloco.config import DiLoCoConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
@@ -245,6 +246,8 @@ class TrainConfig(RunConfig, Generic[M]):
     """Run folder; empty for runs/NAME. For `spmd report`, the file of the report."""
     devices: int = 0
     """Number of CPU devices to simulate (0: use the real devices)."""
+    diloco: DiLoCoConfig = DiLoCoConfig()
+    """Replicas along mesh.data, each with steps of its own, synchronized every few steps."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
@@ -290,6 +293,7 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from self._problems_of_task()
         yield from _model_problems(self.model)
         yield from self._problems_of_steps()
+        yield from self._problems_of_replicas()
 
     def _problems_of_layout(self) -> Iterator[Problem]:
         schedule = self.pipeline.schedule
@@ -331,6 +335,22 @@ class TrainConfig(RunConfig, Generic[M]):
         if self.accumulate > 0 and batch % self.accumulate:
             detail = f"{batch} / {self.accumulate} = {batch / self.accumulate:.4g}"
             yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
+
+    def _problems_of_replicas(self) -> Iterator[Problem]:
+        """Yield the settings in conflict with DiLoCo."""
+        every = self.diloco.every
+        if not every:
+            return
+        if self.checkpoint_every % every:
+            detail = f"{self.checkpoint_every} / {every} = {self.checkpoint_every / every:.4g}"
+            what = "is no multiple of diloco.every: its parameters would be of an earlier step"
+            yield Problem("checkpoint_every", what, detail, f"a multiple of {every}")
+        if "skip" in (self.on_nan, self.recovery.on_spike):
+            what = "are skip, and a replica would skip a step that others take"
+            yield Problem("on_nan, recovery.on_spike", what, fix="stop or roll-back")
+        if self.precision == "fp16":
+            what = "is fp16, whose loss scale skips steps of one replica alone"
+            yield Problem("precision", what, fix="bf16")
 
 
 def _problems_of_making(make: Callable[[str], Any], name: str) -> Iterator[Problem]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from spmd.codecs import EXCHANGES
 from spmd.data.sampler import MixtureSchedule
+from spmd.diloco.replicas import AXIS as REPLICAS
+from spmd.diloco.transform import DiLoCo
 from spmd.distributed.xla_flags import Flag, describe
 from spmd.gradients.accumulate import values_of_microbatches
 from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
@@ -67,6 +69,7 @@ def plan_lines(planned: PlannedStep, kind: str) -> str:
     text = slices_line(planned)
     lines = recipe_lines(planned.plan, kind)
     lines += compression_lines(planned.plan, powersgd_of(planned.plan))
+    lines += _replica_lines(planned.plan)
     for line in lines:
         text += f"\n{line}"
     return text
@@ -78,6 +81,33 @@ def powersgd_of(plan: ShardingPlan) -> PowerSGD | None:
         if isinstance(transform, PowerSGD):
             return transform
     return None
+
+
+def _replica_lines(plan: ShardingPlan) -> list[str]:
+    """Return a line about the replicas of DiLoCo, if there are any."""
+    lines = list[str]()
+    for transform in plan.transforms:
+        if isinstance(transform, DiLoCo):
+            lines.append(_replica_line(plan, transform))
+    return lines
+
+
+def _replica_line(plan: ShardingPlan, diloco: DiLoCo) -> str:
+    """Return the line of DiLoCo: the steps of a synchronization, and its bytes."""
+    sent = 0.0
+    for transfer in reductions(plan):
+        if transfer.axes == (REPLICAS,):
+            sent += transfer.bytes
+    parts = "at once"
+    if diloco.fragments > 1:
+        parts = f"in {diloco.fragments} fragments"
+    codec = diloco.codec or "float32"
+    count = plan.mesh.shape[REPLICAS]
+    return (
+        f"diloco {count} replicas over {REPLICAS}, synchronized every {diloco.every} steps {parts}: "
+        f"a device sends {human_bytes(int(sent * diloco.every))} in {codec} between them, "
+        f"{human_bytes(int(sent))} a step"
+    )
 
 
 def pipeline_line(setup: TrainSetup) -> str:

@@ -48,6 +48,11 @@ MAY_CHANGE = (
     "data.prefetch",
     # How updates are made: the training changes.
     "steps",
+    "diloco.every",
+    "diloco.fragments",
+    "diloco.codec",
+    "diloco.keep",
+    "diloco.learning_rate",
     "optimizer.learning_rate",
     "optimizer.schedule",
     "optimizer.warmup_steps",

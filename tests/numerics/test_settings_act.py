@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.diloco.config import DiLoCoConfig
 from spmd.errors import SpmdError
 from spmd.examples.threshold_exchange import ThresholdExchange
 from spmd.lora.adapters import LoRAConfig
@@ -47,6 +48,7 @@ OF_CONFIG = {
     "chat": spmd.ChatConfig(template="x"),
     "accumulate": 2,
     "logits_chunk": 64,
+    "diloco": DiLoCoConfig(every=2),
 }
 """Field of `TrainConfig` that is no keyword of `make_plan` → a value that is not its default."""
 
