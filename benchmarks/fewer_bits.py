@@ -46,6 +46,10 @@ CONTROL = "signs of gradients"
 LATER = "PowerSGD rank 4 in the second half"
 """The setting with fewer bits from the middle of the run on: it resumes a run without."""
 
+AVERAGE_8 = DiLoCoConfig(every=8, learning_rate=1.0, momentum=0.0)
+AVERAGE_32 = dataclasses.replace(AVERAGE_8, every=32)
+"""Outer optimizers without momentum, for runs of a few dozen outer steps."""
+
 SETTINGS: Mapping[str, tuple[dict[str, Any], float]] = {
     "bf16": ({}, 0.0),
     "fp8": ({"quantize": "fp8"}, 0.01),
@@ -57,12 +61,13 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], float]] = {
     "PowerSGD rank 4": ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
     LATER: ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
     "int8 activations": ({"remat": ""}, 0.01),
-    "DiLoCo every 8": ({"diloco": DiLoCoConfig(every=8)}, 0.05),
-    "DiLoCo every 32": ({"diloco": DiLoCoConfig(every=32)}, 0.10),
+    "DiLoCo every 8": ({"diloco": AVERAGE_8}, 0.02),
+    "DiLoCo every 32": ({"diloco": AVERAGE_32}, 0.05),
     "DiLoCo every 32, 4 fragments in int4": (
-        {"diloco": DiLoCoConfig(every=32, fragments=4, codec="int4")},
-        0.10,
+        {"diloco": dataclasses.replace(AVERAGE_32, fragments=4, codec="int4")},
+        0.05,
     ),
+    "DiLoCo every 8, with momentum": ({"diloco": DiLoCoConfig(every=8)}, 0.5),
     CONTROL: ({}, 0.01),
 }
 """Name → the config's fields, and how much larger the loss may be, relative to bfloat16's."""
@@ -99,6 +104,7 @@ def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
         config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 4)
     )
     fields |= {"precision": "bf16", "mesh": MESHES[name], "optimizer": optimizer}
+    fields["checkpoint_every"] = 0
     return dataclasses.replace(config, seed=seed, steps=steps, **fields)
 
 

@@ -118,7 +118,10 @@ class _Origin:
     @property
     def is_explicit(self) -> bool:
         """True for a collective of a layer or of a sharding constraint."""
-        return self.is_renamed or self.operation.startswith((*EXPLICIT, *_CONSTRAINTS))
+        if self.is_renamed or self.operation.startswith((*EXPLICIT, *_CONSTRAINTS)):
+            return True
+        # XLA:TPU may name a transfer after the operation that it is fused with.
+        return "shard_map" in self.steps and bool(read_comm(self.op_name))
 
     @property
     def is_converted(self) -> bool:
@@ -199,7 +202,7 @@ class _Search:
     def _layer(self, origin: _Origin) -> Cause:
         """Return a layer's own collective as the cause, with the purpose in its name scope."""
         what = origin.operation
-        if origin.is_renamed:
+        if origin.is_renamed or not what.startswith((*EXPLICIT, *_CONSTRAINTS)):
             what = origin.record.kind
         purpose = read_comm(origin.op_name)
         if purpose:

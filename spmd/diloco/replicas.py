@@ -70,6 +70,22 @@ class Replicas:
         """Return path → abstract array of `own`, of one replica."""
         return self.own(abstract_state(self.inner.plan))
 
+    @property
+    def rules(self) -> dict[str, str]:
+        """Path of `own` → the rule that decides the spec of one replica's array."""
+        plan = self.inner.plan
+        tables = {
+            "params": plan.params,
+            "optimizer": plan.optimizer_state,
+            "transforms": plan.transform_states,
+            "variables": plan.variables,
+        }
+        rules = dict[str, str]()
+        for name, entries in tables.items():
+            for entry in entries:
+                rules[f"{name}/{entry.path}"] = entry.rule
+        return rules
+
     def own(self, state: TrainState) -> dict[str, Any]:
         """Return path → array of a replica's own part of its state.
 

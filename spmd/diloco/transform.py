@@ -78,10 +78,12 @@ class DiLoCo(GradTransform):
     def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
         """Return the arrays of all replicas, `[replica, …]`."""
         replicas = self._replicas(plan)
+        rules = replicas.rules
         state = dict[str, StateArray]()
         for path, x in replicas.abstract().items():
             shape = (replicas.count, *x.shape)
-            state[path] = StateArray(shape, x.dtype, P(AXIS, *x.sharding.spec))
+            spec = P(AXIS, *x.sharding.spec)
+            state[path] = StateArray(shape, x.dtype, spec, rule=rules[path])
         return state
 
     def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:

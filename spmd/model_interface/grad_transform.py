@@ -63,12 +63,14 @@ class StateArray:
     Attributes:
         spec: Its sharding.
         reason: Why it is replicated, if it is.
+        rule: The rule, of a parameter, that decides the spec; empty if the transform does.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     spec: P = _WHOLE
     reason: str = ""
+    rule: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -532,7 +532,7 @@ def transform_entries(
 def _match_of_state(x: StateArray) -> Match:
     if x.reason:
         return Match(-1, "whole", replicate(x.reason), x.spec, x.reason)
-    return Match(-1, "where it is made", x.spec, x.spec, x.reason)
+    return Match(-1, x.rule or "where it is made", x.spec, x.spec, x.reason)
 
 
 def check_storage(mesh: AnyMesh, storage: Storage, remat: Remat) -> None:
