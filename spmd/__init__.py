@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spmd.observe.wandb_writer import WandBConfig
     from spmd.optim.config import OptimizerConfig, make_optimizer
     from spmd.optim.ema import ema_params, with_ema
+    from spmd.optim.mup import with_mup
     from spmd.optim.per_layer import per_layer
     from spmd.optim.skip_updates import skip_bad_updates
     from spmd.plan.annotate import annotate
@@ -147,6 +148,7 @@ __all__ = [
     "value_and_grad",
     "whole",
     "with_ema",
+    "with_mup",
 ]
 
 _HOMES = {
@@ -225,6 +227,7 @@ _HOMES = {
     "value_and_grad": "spmd.gradients.base",
     "whole": "spmd.sharding.batch",
     "with_ema": "spmd.optim.ema",
+    "with_mup": "spmd.optim.mup",
 }
 """Public name → its module, imported at the first use of the name."""
 

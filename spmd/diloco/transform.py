@@ -68,6 +68,7 @@ class DiLoCo(GradTransform):
 
     name = "diloco"
     optional = True
+    has_own_optimizer = True
 
     inner: TrainStep
     every: int

@@ -107,6 +107,7 @@ class GradTransform:
             sums of local ones.
         exchanges: Whether it sends the gradients of a step itself, and keeps the unsent remainder.
         optional: Whether a resumed run may start or stop using it: a checkpoint may lack the state.
+        has_own_optimizer: Whether an optimizer of its own takes the gradients, and the plan's does not.
         is_outermost: Whether it may undo the effects of all others in a step, and so wraps them;
             at most one may be.
     """
@@ -116,6 +117,7 @@ class GradTransform:
     observes: ClassVar[bool] = False
     exchanges: ClassVar[bool] = False
     optional: ClassVar[bool] = False
+    has_own_optimizer: ClassVar[bool] = False
     is_outermost: ClassVar[bool] = False
 
     def state(self, plan: Any) -> Mapping[str, StateArray]:

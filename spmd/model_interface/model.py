@@ -146,6 +146,7 @@ class ModelInfo:
         supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend` or
             other mixers with a cache, so that `spmd.layers.kv_cache` can decode token by token.
         step_variables: Paths of variables that change once a step (`Model.update_variables`).
+        rates: Path of a parameter → the factor of its learning rate (`spmd.optim.mup`).
         padding_aware: Whether the model takes the keyword `valid`, the mask of tokens besides
             padding, `[batch, sequence]`: for losses or statistics over tokens, or tokens that
             compete for the capacity of experts.
@@ -173,6 +174,7 @@ class ModelInfo:
     supports_kv_cache: bool = False
     padding_aware: bool = False
     step_variables: frozenset[str] = frozenset()
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass

@@ -35,7 +35,7 @@ from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.treatment import Treatment, read_model
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
-from spmd.sharding.layer_paths import Stack, read_stacked
+from spmd.sharding.layer_paths import read_stacked
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.rules import Tied, first_path, matches
 from spmd.tree import PyTree, map_with_path
@@ -381,6 +381,7 @@ def make_optimizer(
     """
     rows, row_problems = read_matrices(matrices or {})
     problems = _argument_problems(config, steps, stacked, model) + row_problems
+    problems += _rates_problems(config, model)
     if rows and config.name != "muon":
         what = f"is given, and {config.name} treats matrices as all other parameters"
         problems.append(Problem("matrices", what, fix="leave it out, or name muon"))
@@ -424,6 +425,21 @@ def _argument_problems(config: Any, steps: Any, stacked: Any, model: Any) -> lis
     return problems
 
 
+_WITH_RATES = ("adamw", "adafactor", "lion")
+"""Optimizers whose updates have the same size whatever that of gradients, as muP's rates need."""
+
+
+def _rates_problems(config: OptimizerConfig, model: Any) -> list[Problem]:
+    """Return a problem of an optimizer for which a model's rates are not meant."""
+    if not isinstance(model, Model | ModelInfo) or config.name in _WITH_RATES:
+        return []
+    info = read_model(model)
+    if info is None or not info.rates:
+        return []
+    what = f"is {config.name}, and the model's learning rates by muP are for Adam and its like"
+    return [Problem("name", what, fix=any_of(_WITH_RATES))]
+
+
 def make_update_rule(
     config: OptimizerConfig, steps: int, treatment: Treatment
 ) -> optax.GradientTransformationExtraArgs:
@@ -443,8 +459,8 @@ def make_update_rule(
         stages.append(_weight_decay(config.weight_decay, treatment))
     schedule = make_learning_rate(config, steps)
     stages.append(optax.scale_by_learning_rate(schedule))
-    if config.scales:
-        stages.append(_scale_by_path(config.scales, treatment.stacks))
+    if config.scales or treatment.has_rates:
+        stages.append(_scale_by_path(config.scales, treatment))
     return _standard_promotion(optax.chain(*stages))
 
 
@@ -483,21 +499,23 @@ def _weight_decay(weight_decay: float, treatment: Treatment) -> optax.GradientTr
     return optax.add_decayed_weights(weight_decay, mask)
 
 
-def _scale_by_path(
-    scales: Sequence[str], stacks: Mapping[str, Stack]
-) -> optax.GradientTransformation:
-    """Multiply the update of each parameter by the factor of the first matching row."""
+def _scale_by_path(scales: Sequence[str], treatment: Treatment) -> optax.GradientTransformation:
+    """Multiply the update of each parameter by the first matching row, and by the model's rate."""
     factors = dict[str, float]()
     for row in scales:
         factors.setdefault(_pattern_of(row), _factor_of(row))
 
-    def scale(path: str, update: jax.Array) -> jax.Array:
+    def factor_of(path: str) -> float:
         for pattern, factor in factors.items():
-            if matches(pattern, path, stacks):
-                if factor == 1:
-                    return update
-                return update * factor
-        return update
+            if matches(pattern, path, treatment.stacks):
+                return factor * treatment.rate(path)
+        return treatment.rate(path)
+
+    def scale(path: str, update: jax.Array) -> jax.Array:
+        factor = factor_of(path)
+        if factor == 1:
+            return update
+        return update * factor
 
     return optax.stateless(lambda updates, params: map_with_path(scale, updates))
 

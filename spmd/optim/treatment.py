@@ -45,6 +45,11 @@ class Treatment:
         """Whether matrices are updated whole, by their owners."""
         return self.name == "muon"
 
+    @property
+    def has_rates(self) -> bool:
+        """Whether the model multiplies learning rates."""
+        return self.info is not None and bool(self.info.rates)
+
     def decays(self, path: str, rank: int) -> bool:
         """Return whether a parameter decays.
 
@@ -60,6 +65,12 @@ class Treatment:
             return not any(matches(pattern, path, self.stacks) for pattern in self.no_decay)
         layer_rank = rank - len(dims_of(path, self.stacks))
         return layer_rank > 1 and not self._is_added(path)
+
+    def rate(self, path: str) -> float:
+        """Return the factor of a parameter's learning rate by its model."""
+        if self.info is None:
+            return 1.0
+        return self.info.rates.get(path, 1.0)
 
     def matrix(self, path: str, rank: int) -> Matrix | None:
         """Return the matrix of one layer's parameter; None if AdamW updates it.
@@ -114,6 +125,8 @@ class Treatment:
                 words += self._describe_muon(path, shape)
             if self.decay and not self.decays(path, len(shape)):
                 words.append("no decay")
+            if self.rate(path) != 1:
+                words.append(f"rate × {self.rate(path):.4g}")
             described[path] = ", ".join(words)
         return described
 

@@ -456,8 +456,22 @@ def _resolve_plan(
         optimizer=inputs.optimizer,
         evaluation_params=inputs.evaluation_params,
     )
+    errors.add(ConfigError(_CANNOT, _rates_problems(inputs, transforms)))
     of_recipes = _transforms_of(recipes)
     return plan.with_transforms(*transforms, *of_recipes, *inputs.precision.transforms)
+
+
+def _rates_problems(inputs: _Inputs, transforms: Sequence[GradTransform]) -> list[Problem]:
+    """Return a problem if the model has learning rates, and the optimizer does not know them."""
+    treatment = inputs.treatment
+    is_elsewhere = any(transform.has_own_optimizer for transform in transforms)
+    if not inputs.info.rates or is_elsewhere:
+        return []
+    if treatment is not None and treatment.has_rates:
+        return []
+    what = "does not multiply learning rates by those of the model (spmd.with_mup)"
+    fix = "spmd.make_optimizer(config, steps, model=model)"
+    return [Problem("optimizer", what, fix=fix)]
 
 
 def _check_arguments(

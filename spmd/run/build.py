@@ -42,6 +42,7 @@ from spmd.model_interface.model import Model
 from spmd.model_interface.model_config import windows_of
 from spmd.observe.metrics import Flops, mean_keys, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
+from spmd.optim.mup import with_mup
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.pipedream.grad_fn import InFlight, pipedream
 from spmd.pipeline.grad_fn import pipeline, pipelined
@@ -233,7 +234,10 @@ def build_transforms(
 
 def build_base_model(config: TrainConfig) -> Model:
     """Return the config's model, without adapters."""
-    return from_nnx(config.model.build)
+    model = from_nnx(config.model.build)
+    if not config.mup:
+        return model
+    return with_mup(model, from_nnx(config.narrow_model.build))
 
 
 def build_model(config: TrainConfig) -> Model:

@@ -14,6 +14,7 @@ config = spmd.TrainConfig(
 ```
 """
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -248,6 +249,9 @@ class TrainConfig(RunConfig, Generic[M]):
     """Number of CPU devices to simulate (0: use the real devices)."""
     diloco: DiLoCoConfig = DiLoCoConfig()
     """Replicas along mesh.data, each with steps of its own, synchronized every few steps."""
+    mup: tuple[str, ...] = ()
+    """Maximal update parametrization: fields of the narrower model whose learning rate is used,
+    FIELD=VALUE, such as d_model=256 heads=4; empty: the same rate for all parameters."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
@@ -294,6 +298,17 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from _model_problems(self.model)
         yield from self._problems_of_steps()
         yield from self._problems_of_replicas()
+        yield from self._problems_of_mup()
+
+    @property
+    def narrow_model(self) -> M:
+        """The config of the model whose learning rate is used, by `mup`."""
+        changes = dict[str, Any]()
+        for row in self.mup:
+            field, _, value = row.partition("=")
+            changes[field] = ast.literal_eval(value)
+        model: Any = self.model
+        return dataclasses.replace(model, **changes)
 
     def _problems_of_layout(self) -> Iterator[Problem]:
         schedule = self.pipeline.schedule
@@ -335,6 +350,24 @@ class TrainConfig(RunConfig, Generic[M]):
         if self.accumulate > 0 and batch % self.accumulate:
             detail = f"{batch} / {self.accumulate} = {batch / self.accumulate:.4g}"
             yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
+
+    def _problems_of_mup(self) -> Iterator[Problem]:
+        """Yield the problems of the rows of `mup`."""
+        fields = [field.name for field in dataclasses.fields(self.model)]
+        for index, row in enumerate(self.mup):
+            where = f"mup[{index}]"
+            field, _, value = row.partition("=")
+            if field not in fields:
+                what = f"is {row!r}, and the model has no field {field}"
+                yield Problem(where, what, fix=did_you_mean(field, fields))
+                continue
+            try:
+                ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                yield Problem(where, f"is {row!r}", fix="FIELD=NUMBER, such as d_model=256")
+        if self.mup and self.lora.targets:
+            what = "is given, and adapters are trained, which have widths of their own"
+            yield Problem("mup", what, fix="leave it out")
 
     def _problems_of_replicas(self) -> Iterator[Problem]:
         """Yield the settings in conflict with DiLoCo."""
