@@ -42,7 +42,7 @@ from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
-from spmd.model_interface.model_config import context_of
+from spmd.model_interface.model_config import context_of, heads_of
 from spmd.model_interface.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
@@ -352,22 +352,16 @@ class TrainConfig(RunConfig, Generic[M]):
             yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
 
     def _problems_of_mup(self) -> Iterator[Problem]:
-        """Yield the problems of the rows of `mup`."""
-        fields = [field.name for field in dataclasses.fields(self.model)]
-        for index, row in enumerate(self.mup):
-            where = f"mup[{index}]"
-            field, _, value = row.partition("=")
-            if field not in fields:
-                what = f"is {row!r}, and the model has no field {field}"
-                yield Problem(where, what, fix=did_you_mean(field, fields))
-                continue
-            try:
-                ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                yield Problem(where, f"is {row!r}", fix="FIELD=NUMBER, such as d_model=256")
-        if self.mup and self.lora.targets:
+        """Yield the problems of the rows of `mup`, then those of the narrow model."""
+        if not self.mup:
+            return
+        problems = list(_problems_of_rows(self.mup, self.model))
+        yield from problems
+        if self.lora.targets:
             what = "is given, and adapters are trained, which have widths of their own"
             yield Problem("mup", what, fix="leave it out")
+        if not problems:
+            yield from _problems_of_heads(self.narrow_model, self.model)
 
     def _problems_of_replicas(self) -> Iterator[Problem]:
         """Yield the settings in conflict with DiLoCo."""
@@ -384,6 +378,33 @@ class TrainConfig(RunConfig, Generic[M]):
         if self.precision == "fp16":
             what = "is fp16, whose loss scale skips steps of one replica alone"
             yield Problem("precision", what, fix="bf16")
+
+
+def _problems_of_rows(rows: Sequence[str], model: Any) -> Iterator[Problem]:
+    """Yield the problems of rows FIELD=NUMBER of a model's config."""
+    fields = [field.name for field in dataclasses.fields(model)]
+    for index, row in enumerate(rows):
+        where = f"mup[{index}]"
+        field, _, value = row.partition("=")
+        if field not in fields:
+            what = f"is {row!r}, and the model has no field {field}"
+            yield Problem(where, what, fix=did_you_mean(field, fields))
+            continue
+        try:
+            ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            yield Problem(where, f"is {row!r}", fix="FIELD=NUMBER, such as d_model=256")
+
+
+def _problems_of_heads(narrow: Any, wide: Any) -> Iterator[Problem]:
+    """Yield a problem if the attention heads of two models have other sizes."""
+    if not isinstance(narrow, CountsFlops) or not isinstance(wide, CountsFlops):
+        return
+    before = narrow.attention_width / heads_of(narrow)[0]
+    after = wide.attention_width / heads_of(wide)[0]
+    if before != after:
+        what = f"has attention heads of {before:g}, and the model of {after:g}"
+        yield Problem("mup", what, fix="more heads of the same size in the wide model")
 
 
 def _problems_of_making(make: Callable[[str], Any], name: str) -> Iterator[Problem]:

@@ -160,3 +160,5 @@ def test_what_does_not_fit_is_an_error():
         config(mup=("d_mode=8",))
     with pytest.raises(ConfigError, match=r"(?s)mup\[0\]: is 'd_model'.*FIELD=NUMBER"):
         config(mup=("d_model",))
+    with pytest.raises(ConfigError, match="mup: has attention heads of 4, and the model of 8"):
+        config(mup=("d_model=32",))

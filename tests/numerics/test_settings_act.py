@@ -49,6 +49,7 @@ OF_CONFIG = {
     "accumulate": 2,
     "logits_chunk": 64,
     "diloco": DiLoCoConfig(every=2),
+    "mup": ("d_model=16", "heads=2", "kv_heads=1", "d_ff=32"),
 }
 """Field of `TrainConfig` that is no keyword of `make_plan` → a value that is not its default."""
 
