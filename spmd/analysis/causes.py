@@ -15,7 +15,7 @@ from spmd.analysis.collective_record import Cause, Collective
 from spmd.coded_comm.codes import SUM
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
-from spmd.plan.scopes import METRICS, OPTIMIZER, read_comm, read_names, read_scope
+from spmd.plan.scopes import METRICS, OPTIMIZER, REPLICAS, read_comm, read_names, read_scope
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_gathered
 from spmd.sharding.rules import spec_text
@@ -85,7 +85,9 @@ class _Origin:
             scope, name = read_scope(op_name)
             if scope or name:
                 break
-        return cls(record, names[-1], names[-1].split("/"), scope, name)
+        # Each replica's step is as a step by itself, and its region sends nothing.
+        op_name = names[-1].replace(f"{REPLICAS}/shard_map/", "")
+        return cls(record, op_name, op_name.split("/"), scope, name)
 
     @property
     def operation(self) -> str:
@@ -121,7 +123,8 @@ class _Origin:
         if self.is_renamed or self.operation.startswith((*EXPLICIT, *_CONSTRAINTS)):
             return True
         # XLA:TPU may name a transfer after the operation that it is fused with.
-        return "shard_map" in self.steps and bool(read_comm(self.op_name))
+        around = self.steps[-3:-1]
+        return around[1:] == ["shard_map"] and bool(read_comm(around[0]))
 
     @property
     def is_converted(self) -> bool:

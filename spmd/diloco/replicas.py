@@ -19,6 +19,7 @@ from spmd.errors import MeshError, Problem
 from spmd.model_interface.model import PRNG
 from spmd.plan.manual import shard_map_over
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.scopes import REPLICAS, in_scope
 from spmd.sharding.dims import dims_spec, spec_dims
 from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh
 from spmd.training.state import TrainState, abstract_state
@@ -105,6 +106,45 @@ class Replicas:
         info = self.inner.plan.model.info()
         return path not in info.frozen and path not in info.constants
 
+    def copies(self, path: str, x: jax.Array) -> jax.Array:
+        """Return an array of each replica, `[replica, …]`: the same, but for random keys."""
+        same = jnp.broadcast_to(x, (self.count, *x.shape))
+        if not self._is_key(path, x):
+            return same
+        keys = jax.random.wrap_key_data(same, impl=PRNG)
+        numbers = jnp.arange(self.count).reshape(-1, *(1,) * (keys.ndim - 1))
+        fold = jnp.vectorize(jax.random.fold_in)
+        return jax.random.key_data(fold(keys, jnp.broadcast_to(numbers, keys.shape)))
+
+    def _is_key(self, path: str, x: jax.Array) -> bool:
+        """Return whether an array is the data of keys in the random state of a module."""
+        own = path.removeprefix("variables/")
+        is_random = own in self.inner.plan.model.info().random_state
+        return is_random and x.dtype == jnp.uint32 and x.shape[-1:] == (2,)
+
+    def mean(self, path: str, x: jax.Array) -> jax.Array:
+        """Return the mean over replicas of an array `[replica, …]`.
+
+        Of integers, and of the scales of an optimizer's codes, it is the first replica's.
+        """
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        is_coded = path.startswith("optimizer/") and self._has_codes
+        if is_float and not is_coded:
+            return x.mean(axis=0)
+        return x[0]
+
+    @property
+    def _has_codes(self) -> bool:
+        """Whether the inner optimizer's moments are codes and scales."""
+        for entry in self.inner.plan.optimizer_state:
+            if entry.shape and jnp.issubdtype(entry.dtype, jnp.integer):
+                return True
+        return False
+
+    def is_averaged(self, path: str) -> bool:
+        """Return whether a variable of the model is averaged in a synchronization."""
+        return path not in self.inner.plan.model.info().random_state
+
     def state_of(self, own: Mapping[str, Any], shared: TrainState) -> TrainState:
         """Return the state of a replica, from its own part and the common one."""
         like = abstract_state(self.inner.plan)
@@ -152,7 +192,8 @@ class Replicas:
         common = {"step": shared.step, "variables": shared.variables, "key": shared.key}
         in_specs = P(AXIS), P(), _batch_specs(plan, batch)
         region = shard_map_over(self.mesh, (AXIS,), local, in_specs, P(AXIS))
-        return region(own, common, batch)
+        with in_scope(REPLICAS):
+            return region(own, common, batch)
 
 
 def _replica_key(key: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from spmd import tree
 from spmd.diloco.exchange import OuterExchange
 from spmd.diloco.fragments import Fragment
+from spmd.diloco.replicas import Replicas
 from spmd.optim.extra_args import update_with
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import OPTIMIZER, comm_scope, in_scope
@@ -56,6 +57,7 @@ class Synchronization:
     plan: ShardingPlan
     exchange: OuterExchange
     keep: float
+    replicas: Replicas
 
     def read(self, state: TrainState, own: Mapping[str, Array]) -> Arrays:
         """Return the arrays to change, of the outer state and of the replicas' own."""
@@ -69,7 +71,7 @@ class Synchronization:
                 arrays.optimizer[path] = x
         if self.fragment.is_first:
             for path, x in tree.flatten(state.variables).items():
-                if f"variables/{path}" in own:
+                if f"variables/{path}" in own and self.replicas.is_averaged(path):
                     arrays.variables[path] = x
                     arrays.own_variables[path] = own[f"variables/{path}"]
         return arrays
@@ -116,7 +118,7 @@ class Synchronization:
                 changed.own_params[path] = fragment.put(path, before, target, leading=1)
         for path, x in arrays.own_variables.items():
             with in_scope(_VARIABLES):
-                mean = mean_of(x)
+                mean = self.replicas.mean(path, x)
             changed.variables[path] = mean
             changed.own_variables[path] = jnp.broadcast_to(mean, x.shape)
         return changed
@@ -161,10 +163,3 @@ class Synchronization:
 def _replaced(before: Any, table: Mapping[str, Array]) -> Any:
     """Return a tree with the arrays of a table in place of its own."""
     return tree.map_with_path(lambda path, x: table.get(path, x), before)
-
-
-def mean_of(x: Array) -> Array:
-    """Return the mean over replicas of an array `[replica, …]`; of integers, the first."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x.mean(axis=0)
-    return x[0]

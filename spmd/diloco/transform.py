@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,7 +34,7 @@ from spmd.codecs import EXCHANGES
 from spmd.diloco.exchange import OuterExchange
 from spmd.diloco.fragments import divide, fragment_problems
 from spmd.diloco.replicas import AXIS, Replicas, mean_metrics, replica_mesh
-from spmd.diloco.synchronization import Synchronization, mean_of
+from spmd.diloco.synchronization import Synchronization
 from spmd.errors import CheckpointError, Problem, any_of
 from spmd.model_interface.grad_transform import GradTransform, StateArray, StepFn
 from spmd.optim.evaluated_params import evaluated_kinds
@@ -87,17 +86,18 @@ class DiLoCo(GradTransform):
             state[path] = StateArray(shape, x.dtype, spec, rule=rules[path])
         return state
 
-    def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
-        """Return the state before the first step: all replicas alike."""
+    def init_beside(self, plan: ShardingPlan, key: jax.Array, params: Any, variables: Any) -> Any:
+        """Return the state before the first step: all replicas alike, but for random keys."""
         inner = self.inner.plan
         transforms = dict[str, Any]()
         for transform in inner.transforms:
             if transform.name in inner.abstract_transforms:
-                transforms[transform.name] = transform.init(inner, key, params)
+                made = transform.init_beside(inner, key, params, variables)
+                transforms[transform.name] = made
         state = TrainState(
             step=None,
             params=params,
-            variables=inner.model.init_variables(key),
+            variables=variables,
             optimizer_state=inner.optimizer.init(params),
             key=None,
             transforms=transforms,
@@ -105,7 +105,7 @@ class DiLoCo(GradTransform):
         replicas = self._replicas(plan)
         copies = dict[str, jax.Array]()
         for path, x in replicas.own(state).items():
-            copies[path] = jnp.broadcast_to(x, (replicas.count, *x.shape))
+            copies[path] = replicas.copies(path, x)
         return tree.nested(copies)
 
     def replace_step(self, step: StepFn, plan: ShardingPlan) -> StepFn:
@@ -122,7 +122,7 @@ class DiLoCo(GradTransform):
         exchange = OuterExchange(plan.mesh, self.codec)
         with use_plan(plan):
             for fragment in divide(plan, self.fragments):
-                synchronization = Synchronization(fragment, plan, exchange, self.keep)
+                synchronization = Synchronization(fragment, plan, exchange, self.keep, replicas)
                 is_due = (state.step - fragment.offset(self.every)) % self.every == 0
                 arrays = synchronization.read(state, own)
                 arrays = jax.lax.cond(is_due, synchronization.run, lambda same: same, arrays)
@@ -157,7 +157,8 @@ class DiLoCo(GradTransform):
     ) -> dict[str, jax.Array]:
         """Return the state for another number of replicas: each has the mean of the restored ones.
 
-        So the mean of θ − w stays. Counters are those of the first replica.
+        So the mean of θ − w stays. Counters, and codes of moments with their scales, are those of
+        the first replica.
 
         Raises:
             CheckpointError: The checkpoint has no replicas, or those of another model.
@@ -168,11 +169,14 @@ class DiLoCo(GradTransform):
             fix = "start a new run from its parameters"
             problem = Problem("checkpoint", "has no replicas of this model", detail, fix)
             raise CheckpointError("The run cannot be resumed:", [problem])
+        mesh = next(iter(wanted.values())).sharding.mesh
+        replicas = Replicas(mesh, self.inner)
         state = dict[str, jax.Array]()
         for path, leaf in wanted.items():
             x = restored[path]
             if x.shape != leaf.shape:
-                adapt = functools.partial(_other_count, shape=leaf.shape)
+                _, _, own = path.rpartition(f"{self.name}/")
+                adapt = functools.partial(_other_count, own, replicas)
                 x = jax.jit(adapt, out_shardings=leaf.sharding)(x)
             state[path] = x
         return state
@@ -280,6 +284,6 @@ class DiLoCo(GradTransform):
         return found
 
 
-def _other_count(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the arrays of another number of replicas, all alike."""
-    return jnp.broadcast_to(mean_of(x), shape)
+def _other_count(path: str, replicas: Replicas, x: jax.Array) -> jax.Array:
+    """Return the arrays of another number of replicas, given those of the restored ones."""
+    return replicas.copies(path, replicas.mean(path, x))

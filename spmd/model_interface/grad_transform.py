@@ -133,6 +133,11 @@ class GradTransform:
         del plan, key, params
         return {}
 
+    def init_beside(self, plan: Any, key: jax.Array, params: Any, variables: Any) -> Any:
+        """Return the state before the first step, given the model's variables besides."""
+        del variables
+        return self.init(plan, key, params)
+
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the gradient function of a whole batch."""
         return grad_fn

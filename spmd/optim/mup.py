@@ -6,11 +6,11 @@ and whose outputs grow by s, relative to a base model:
 | parameter | inputs | outputs | learning rate | standard deviation of its initial values |
 |---|---|---|---|---|
 | lookups, biases, scales, first layers | 1 | s | 1 | 1 |
-| matrices between layers | r | s | 1/r | 1/√r |
+| matrices between layers, also to a fixed width | r | s | 1/r | 1/√r |
 | the head | r | 1 | 1/r | 1/r |
 
 Which dimensions are inputs is said by the layers (`ModelInfo.matrices`), and widths by the shapes
-of both models: no name matters.
+of both models: no name matters. In a model without modules arrays are `[in, out]`.
 
 ```python
 model = spmd.with_mup(spmd.from_nnx(wide), spmd.from_nnx(narrow))
@@ -29,24 +29,27 @@ import jax.numpy as jnp
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.model_interface.kernels import LOGITS, Matrix
+from spmd.model_interface.kernels import LOGITS, LOOKUP, Matrix
 from spmd.model_interface.model import Model, ModelInfo, abstract_key
 from spmd.sharding.layer_paths import Stack, dims_of, names_of, without_dims
 
+_ADDED = "added"
 _TITLE = "muP does not fit the model:"
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """Growth of a parameter's inputs and outputs, relative to the base model."""
+    """Growth of a parameter's inputs and outputs, relative to the base model.
+
+    Attributes:
+        is_head: Whether it makes the logits of the model.
+        is_drawn: Whether its initial values are scaled: no bias and no other vector is.
+    """
 
     inputs: float
     outputs: float
-
-    @property
-    def is_head(self) -> bool:
-        """Whether inputs alone grow."""
-        return self.inputs != 1 and self.outputs == 1
+    is_head: bool = False
+    is_drawn: bool = True
 
     @property
     def rate(self) -> float:
@@ -79,8 +82,8 @@ def with_mup(model: Model, base: Model) -> Model:
 
     Args:
         model: The model to train.
-        base: The same model at the width where learning rates were tuned. Its numbers of layers,
-            and the size of its attention heads, do not count: widen a model by more heads.
+        base: The same model at the width where learning rates were tuned, with as many layers.
+            Attention heads have one size: widen a model by more heads.
 
     Raises:
         ConfigError: Parameters differ in more than widths, nothing grows, or there is no head.
@@ -102,7 +105,7 @@ def _scaled_init(key: jax.Array, model: Model, base: Model, grown: Mapping[str, 
 
     def scale(path: str, x: jax.Array) -> jax.Array:
         growth = grown[path]
-        if growth.width == 1:
+        if growth.width == 1 or not growth.is_drawn:
             return x
         return x * _init_factor(x, reference[path], growth).astype(x.dtype)
 
@@ -144,8 +147,10 @@ def _growth(model: Model, base: Model) -> dict[str, Growth]:
             grown[path] = found
     if not problems and all(growth.width == 1 for growth in grown.values()):
         problems.append(Problem("base", "has the widths of the model", fix="a narrower base"))
-    elif not problems and not any(growth.is_head for growth in grown.values()):
-        what = "has no head of its own: none has inputs that grow and outputs that do not"
+    elif not problems and not any(
+        growth.is_head and growth.inputs != 1 for growth in grown.values()
+    ):
+        what = "has no head of its own, of which the inputs grow and the outputs do not"
         fix = "an untied head; a tied one would need a multiplier of the logits"
         problems.append(Problem("model", what, fix=fix))
     if problems:
@@ -165,40 +170,43 @@ def _growth_of(
     stacks = info.stacks or {}
     own = without_dims(shape, dims_of(path, stacks))
     base = without_dims(before, dims_of(path, stacks))
-    if len(own) != len(base):
-        return Problem(path, f"has {len(own)} dimensions, and {len(base)} in the base")
+    depth = [shape[dim] for dim in dims_of(path, stacks)]
+    base_depth = [before[dim] for dim in dims_of(path, stacks)]
+    if len(own) != len(base) or depth != base_depth:
+        what = "has another number of dimensions or of layers in the base"
+        return Problem(path, what, f"{tuple(before)}, not {tuple(shape)}", "widths alone")
     ratios = [size / other for size, other in zip(own, base, strict=True)]
-    matrix = _matrix(path, ratios, info, stacks)
-    if matrix is None:
+    said = _said(path, info, stacks)
+    if said == LOGITS:
+        return Growth(math.prod(ratios), 1.0, is_head=True)
+    if isinstance(said, str) or len(ratios) < 2:
+        return Growth(1.0, math.prod(ratios), is_drawn=said == LOOKUP)
+    if said is None and len(ratios) == 2:
+        is_head = not _says_logits(info) and ratios[0] != 1 and ratios[1] == 1
+        return Growth(ratios[0], ratios[1], is_head=is_head)
+    if said is None:
+        if all(ratio == 1 for ratio in ratios):
+            return Growth(1.0, 1.0)
         what = f"grows in {len(ratios)} dimensions, and nobody says which are inputs"
         fix = "a layer that declares its kernel (ModelInfo.matrices)"
         return Problem(path, what, f"{tuple(base)} → {tuple(own)}", fix)
-    inputs = math.prod(ratios[dim] for dim in matrix.inputs)
-    outputs = math.prod(ratios[dim] for dim in matrix.outputs)
+    inputs = math.prod(ratios[dim] for dim in said.inputs)
+    outputs = math.prod(ratios[dim] for dim in said.outputs)
     return Growth(inputs, outputs)
 
 
-def _matrix(
-    path: str, ratios: Sequence[float], info: ModelInfo, stacks: Mapping[str, Stack]
-) -> Matrix | None:
-    """Return the dimensions of inputs and outputs; None if nobody says them.
+def _says_logits(info: ModelInfo) -> bool:
+    """Return whether layers say what their parameters are; then a head says so, too."""
+    return bool(info.no_matrix or info.matrices)
 
-    A lookup, and whatever is added or multiplied by, has outputs alone.
-    """
-    every = tuple(range(len(ratios)))
+
+def _said(path: str, info: ModelInfo, stacks: Mapping[str, Stack]) -> Matrix | str | None:
+    """Return the matrix of a parameter, a reason against one, or None if nobody says either."""
     for name in names_of(path, stacks):
         if name in info.matrices:
             return info.matrices[name]
         if name in info.added:
-            return Matrix((), every)
-        if info.no_matrix.get(name) == LOGITS:
-            return Matrix(every, ())
+            return _ADDED
         if name in info.no_matrix:
-            return Matrix((), every)
-    if len(ratios) < 2:
-        return Matrix((), every)
-    if len(ratios) == 2:
-        return Matrix.of("io")
-    if any(ratio != 1 for ratio in ratios):
-        return None
-    return Matrix((), every)
+            return info.no_matrix[name]
+    return None

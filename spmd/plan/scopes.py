@@ -39,6 +39,9 @@ def comm_scope(purpose: str) -> str:
     return f"comm({purpose})"
 
 
+REPLICAS = "replicas"
+"""Scope of the region of steps of replicas (`spmd.diloco`), inside of which XLA divides arrays."""
+
 BEFORE_START = comm_scope("gradients, whole before compression starts")
 """Scope of gradients that are promised to be compressed in later steps."""
 

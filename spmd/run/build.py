@@ -52,6 +52,7 @@ from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.flax import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.plan.records import PlanEntry
 from spmd.powersgd.transform import PowerSGD
 from spmd.precision import Precision, make_precision
 from spmd.run.config import CountsFlops, TrainConfig
@@ -147,9 +148,19 @@ def _make_setup_of_replicas(config: TrainConfig, mesh: AnyMesh, chip: str) -> Tr
     codec = "" if fields.codec == "float32" else fields.codec
     diloco = DiLoCo(inner.step, fields.every, fields.fragments, codec, fields.keep)
     plan = build_plan(config, mesh, inner.plan.model, [diloco])
+    plan = _with_updates_of(inner.plan, plan)
     options = _build_compiler_options(config, mesh)
     step = make_train_step(plan, grad_fn=inner.grad_fn, compiler_options=options)
     return dataclasses.replace(inner, config=config, step=step, batch=abstract_batch(config))
+
+
+def _with_updates_of(inner: ShardingPlan, plan: ShardingPlan) -> ShardingPlan:
+    """Return a plan that says of each parameter how the inner optimizer updates it."""
+    updates = {entry.path: entry.update for entry in inner.params}
+    params = list[PlanEntry]()
+    for entry in plan.params:
+        params.append(dataclasses.replace(entry, update=updates[entry.path]))
+    return dataclasses.replace(plan, params=tuple(params))
 
 
 def _check_replicas(config: TrainConfig, mesh: AnyMesh) -> None:
@@ -161,9 +172,13 @@ def _check_replicas(config: TrainConfig, mesh: AnyMesh) -> None:
         fix = "--mesh.data 2 or more, or --diloco.every 0"
         problems.append(Problem("diloco.every", what, fix=fix))
     batch = config.data.batch
-    if batch % count:
-        detail = f"{batch} / (mesh.data = {count}) = {batch / count:.4g}"
-        fix = f"--data.batch {batch // count * count or count}"
+    parts = count * config.accumulate
+    if batch % parts:
+        divisor = f"(mesh.data = {count})"
+        if config.accumulate > 1:
+            divisor += f" / (accumulate = {config.accumulate})"
+        detail = f"{batch} / {divisor} = {batch / parts:.4g}"
+        fix = f"--data.batch {batch // parts * parts or parts}"
         problems.append(Problem("data.batch", "does not divide over replicas", detail, fix))
     if problems:
         raise ConfigError("Invalid DiLoCo:", problems)

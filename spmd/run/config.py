@@ -18,6 +18,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     Any,
@@ -49,7 +50,7 @@ from spmd.pipeline.schedules import SCHEDULES
 from spmd.precision import canonical_precision, make_precision
 from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
-from spmd.settings.compress import NO_COMPRESSION, CompressConfig
+from spmd.settings.compress import NO_COMPRESSION, CompressConfig, powersgd_rank
 from spmd.settings.quantize import table_problems
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.optimizer_state import ZeroStage
@@ -368,10 +369,15 @@ class TrainConfig(RunConfig, Generic[M]):
         every = self.diloco.every
         if not every:
             return
-        if self.checkpoint_every % every:
-            detail = f"{self.checkpoint_every} / {every} = {self.checkpoint_every / every:.4g}"
-            what = "is no multiple of diloco.every: its parameters would be of an earlier step"
-            yield Problem("checkpoint_every", what, detail, f"a multiple of {every}")
+        for field in ("steps", "checkpoint_every", "keep_every", "evaluate.every"):
+            steps = operator.attrgetter(field)(self)
+            if steps % every:
+                detail = f"{steps} / {every} = {steps / every:.4g}"
+                what = "is no multiple of diloco.every: its parameters would be of an earlier step"
+                yield Problem(field, what, detail, f"a multiple of {every}")
+        if powersgd_rank(self.compress.gradients):
+            what = "is PowerSGD over data, along which replicas exchange no gradients"
+            yield Problem("compress.gradients", what, fix="diloco.codec=int4")
         if "skip" in (self.on_nan, self.recovery.on_spike):
             what = "are skip, and a replica would skip a step that others take"
             yield Problem("on_nan, recovery.on_spike", what, fix="stop or roll-back")

@@ -231,6 +231,9 @@ class TracedTimes:
 
 def count_alone(config: TrainConfig[Any]) -> ModelNumbers:
     """Count a model's numbers on one device, and check the config."""
+    if config.diloco.every:
+        problem = Problem("diloco.every", "is given, and no search knows replicas", fix="0")
+        raise ConfigError("Nothing to search:", [problem])
     alone = dataclasses.replace(
         config,
         mesh=MeshShape(),

@@ -16,6 +16,7 @@ from spmd.analysis.collective_record import Collective
 from spmd.analysis.hlo import HloModule
 from spmd.analysis.topology import Topology
 from spmd.chips import ClosedRates
+from spmd.diloco.transform import DiLoCo
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.attention_config import context_for, split_kernel
@@ -120,7 +121,8 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         kernels["all"] = model.matmul_params
     params = float(sum(math.prod(entry.shape) for entry in plan.params))
     layers = sum(kernels.values())
-    state = _bytes(plan.params) + _bytes(plan.optimizer_state)
+    updated = _updated_plan(plan)
+    state = _bytes(updated.params) + _bytes(updated.optimizer_state)
     width, hidden = _widths(model, plan)
     head = max(0.0, model.matmul_params - layers)
     return ModelNumbers(
@@ -135,6 +137,14 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         hidden=hidden * max(1, routed),
         routed=routed,
     )
+
+
+def _updated_plan(plan: ShardingPlan) -> ShardingPlan:
+    """Return the plan whose state each step updates: with replicas, that of one."""
+    for transform in plan.transforms:
+        if isinstance(transform, DiLoCo):
+            return transform.inner.plan
+    return plan
 
 
 def _widths(config: Any, plan: ShardingPlan) -> tuple[int, int]:
@@ -463,6 +473,13 @@ def _data_share(
     config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float
 ) -> float:
     """Return the share of a gradient's bytes sent over data, as for an MLP's kernel."""
+    every = config.diloco.every
+    if every:
+        terms = mesh.data / 2  # a sum counts as two terms, a gather as one of each replica
+        sent = 4.0
+        if config.diloco.codec != "float32":
+            sent = element_bytes(config.diloco.codec) * terms
+        return sent / (exchange * every)
     rank = powersgd_rank(config.compress.gradients)
     if not rank:
         return 1.0

@@ -172,7 +172,8 @@ def init_program(plan: ShardingPlan) -> Any:
         transforms = dict[str, Any]()
         for transform in plan.transforms:
             if transform.name in plan.abstract_transforms:
-                transforms[transform.name] = transform.init(plan, model_key, params)
+                made = transform.init_beside(plan, model_key, params, variables)
+                transforms[transform.name] = made
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

@@ -415,6 +415,16 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     return evaluate_batch
 
 
+def _kept_gradients_problems(plan: ShardingPlan) -> list[Problem]:
+    """Return a problem for each transform with steps of its own, which keep no gradients."""
+    problems = list[Problem]()
+    for transform in plan.transforms:
+        if transform.has_own_optimizer:
+            what = f"is true, and {transform.name} takes the gradients in steps of its own"
+            problems.append(Problem("keep_gradients", what, fix="False; or in the inner step"))
+    return problems
+
+
 def make_train_step(
     plan: ShardingPlan,
     loss_fn: LossFn | None = None,
@@ -443,6 +453,8 @@ def make_train_step(
     if (loss_fn is None) == (grad_fn is None):
         what = "are both there, or neither is"
         problems.append(Problem("loss_fn, grad_fn", what, fix="give one of them"))
+    if not problems and keep_gradients:
+        problems += _kept_gradients_problems(plan)
     if problems:
         raise ConfigError("Invalid train step:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -183,15 +184,13 @@ def test_fragments_are_synchronized_in_turn():
     assert sum(times) == 1
 
 
-OTHER_COUNT = DiLoCo(None, 4)  # type: ignore[arg-type]
-OPTIONAL = [OptionalState("variables/diloco", OTHER_COUNT.targets, OTHER_COUNT.adapt)]
-
-
 def save_and_restore(folder, state: TrainState, step: TrainStep) -> TrainState:
+    (diloco,) = step.plan.transforms
+    optional = [OptionalState("variables/diloco", diloco.targets, diloco.adapt)]
     with CheckpointManager(folder) as manager:
         manager.save(int(state.step), as_stored(state))
         target = as_stored(step.abstract_state())
-        restored, _ = manager.restore(int(state.step), target, optional=OPTIONAL)
+        restored, _ = manager.restore(int(state.step), target, optional=optional)
         return from_stored(restored, step.plan)
 
 
@@ -224,7 +223,7 @@ def test_a_checkpoint_without_replicas_is_no_start(tmp_path):
 
 @pytest.mark.parametrize("codec", ["", "int8", "int4"])
 def test_bytes_between_replicas_are_those_of_the_formula(codec):
-    """Nothing but outer gradients and the four metrics is sent over `data`."""
+    """Nothing but outer gradients and metrics is sent over `data`."""
     step = make(codec=codec)
     audit = audit_collectives(step.compile(data()[0]), step.mesh, plan=step.plan)
     between = [record for record in audit.records if record.axes == ("data",)]
@@ -240,10 +239,72 @@ def test_bytes_between_replicas_are_those_of_the_formula(codec):
     assert others <= 100
 
 
+class Noisy(nnx.Module):
+    """A network with a statistic and dropout."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, use_scale=False, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+NOISY = spmd.from_nnx(Noisy)
+
+
+def noisy_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+    found, variables = NOISY.forward(params, variables, key, batch["x"], train=True)
+    errors = ((found - batch["y"]) ** 2).mean(axis=-1)
+    return {"loss": errors.sum(), "weight": jnp.float32(len(errors))}, variables
+
+
+def test_variables_are_of_each_replica_until_they_are_averaged():
+    """They begin at given ones; dropout differs between replicas, also for the same examples."""
+    rules = spmd.Rules(
+        params=[
+            ("linear/kernel", P("fsdp")),
+            ("norm/.*|dropout/.*", spmd.replicate("small")),
+        ]
+    )
+    mesh = tiny.mesh(data=2, fsdp=2)
+    one = spmd.make_plan(spmd.replica_mesh(mesh), rules, NOISY, SGD)
+    diloco = DiLoCo(spmd.make_train_step(one, noisy_loss), every=2)
+    plan = spmd.make_plan(mesh, rules, NOISY, PLAIN, transforms=[diloco])
+    step = spmd.make_train_step(plan, noisy_loss)
+    given = {"norm": {"mean": jnp.full((WIDTH,), 100.0), "var": jnp.ones((WIDTH,))}}
+    state = spmd.init_state(plan, 0, variables=given)
+    batch = jax.tree.map(lambda x: np.concatenate([x[:8], x[:8]]), data()[0])
+    state, _ = step(state, batch)
+    own = host(state.transforms["diloco"])
+    mean = own["variables/norm/mean"]
+    assert mean.min() > 90
+    np.testing.assert_array_equal(host(state.variables)["norm/mean"], 100.0)
+    assert not np.array_equal(*own["params/linear/kernel"])
+    state, _ = step(state, batch)
+    own = host(state.transforms["diloco"])
+    np.testing.assert_array_equal(*own["params/linear/kernel"])
+    np.testing.assert_array_equal(own["variables/norm/mean"][0], host(state.variables)["norm/mean"])
+    assert not np.array_equal(*own["variables/dropout/rngs/key"])
+
+
 def one_replica(**options) -> TrainStep:
     return spmd.make_train_step(
         plan_of(spmd.replica_mesh(tiny.mesh(data=2)), ADAM, **options), loss_fn
     )
+
+
+def test_codes_of_moments_are_those_of_one_replica(tmp_path):
+    """A mean of scales with the codes of one replica would be the moments of none."""
+    config = spmd.OptimizerConfig(moments="8bit", moments_block=32, schedule="constant")
+    inner = spmd.make_optimizer(config, 8, stacked={"tower": None})
+    state = train(make(inner), data()[:2])
+    restored = save_and_restore(tmp_path, state, make(inner, sizes=(("data", 4), ("fsdp", 2))))
+    before = host(state.transforms["diloco"]["optimizer"])
+    after = host(restored.transforms["diloco"]["optimizer"])
+    for path, x in after.items():
+        np.testing.assert_array_equal(x[2], before[path][0], path)
 
 
 def wrong(pattern: str, inner: TrainStep, every: int = 4, outer=NESTEROV, **options: Any):
@@ -256,6 +317,10 @@ def wrong(pattern: str, inner: TrainStep, every: int = 4, outer=NESTEROV, **opti
 def test_what_cannot_be_synchronized_is_an_error():
     inner = one_replica()
     wrong("every: is 0 steps", inner, 0)
+    with pytest.raises(
+        ConfigError, match="keep_gradients: is true, and diloco takes the gradients"
+    ):
+        spmd.make_train_step(make().plan, loss_fn, keep_gradients=True)
     wrong("keep: is 1.0", inner, keep=1.0)
     wrong("(?s)codec: is 'int3'.*fix: int8, int4 or ''", inner, codec="int3")
     wrong("(?s)fragments: are 3.*3 fragments in 2 steps.*fix: at most 2", inner, 2, fragments=3)

@@ -128,6 +128,17 @@ def test_a_decoder_of_a_config():
         )
 
 
+def test_keys_and_values_of_a_fixed_number_of_heads_are_no_head():
+    """Their rates are those of matrices between layers, and their initial values are unchanged."""
+    model = dataclasses.replace(WIDE, kv_heads=1)
+    scaled = build_base_model(config(model=model))
+    kernel = "layers/attention/k_proj/kernel"
+    assert scaled.info().rates[kernel] == 0.25
+    own = tree.flatten(scaled.init(jax.random.key(0)))[kernel]
+    plain = tree.flatten(spmd.from_nnx(model.build).init(jax.random.key(0)))[kernel]
+    np.testing.assert_array_equal(own, plain)
+
+
 def refuse(pattern: str, model: spmd.Model, base: spmd.Model):
     with pytest.raises(ConfigError, match=pattern):
         spmd.with_mup(model, base)
@@ -148,9 +159,17 @@ def test_what_does_not_fit_is_an_error():
     )
     refuse(r"(?s)kernel: grows in 3 dimensions.*\(4, 4, 4\) → \(8, 8, 4\)", wide, narrow)
     refuse("has no head of its own", of_shapes(kernel=(8, 8)), of_shapes(kernel=(4, 4)))
-    tied = config(model=dataclasses.replace(WIDE, tied=True))
-    with pytest.raises(ConfigError, match="has no head of its own"):
-        build_base_model(tied)
+    for kv_heads in (1, 4):
+        tied = dataclasses.replace(WIDE, tied=True, kv_heads=kv_heads)
+        with pytest.raises(ConfigError, match="has no head of its own"):
+            build_base_model(config(model=tied))
+    deeper = dataclasses.replace(WIDE, layers=8)
+    shallow = dataclasses.replace(WIDE, d_model=16, heads=2, kv_heads=1, d_ff=32)
+    refuse(
+        "has another number of dimensions or of layers",
+        spmd.from_nnx(deeper.build),
+        spmd.from_nnx(shallow.build),
+    )
     model = build_base_model(config())
     with pytest.raises(ConfigError, match="name: is muon, and the model's learning rates by muP"):
         spmd.make_optimizer(spmd.OptimizerConfig(name="muon"), 3, model=model)

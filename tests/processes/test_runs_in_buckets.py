@@ -87,8 +87,7 @@ def command(*arguments):
 
 
 def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
-    """Killed between saves and in one, also the training process alone, and with SIGTERM; then read by every command
-    that takes a run."""
+    """Killed between saves and in one, also the training process alone, and with SIGTERM."""
     config, expected = whole
     out = s3.address(key)
     with Run(config, out, printed=tmp_path / "killed") as run:
@@ -114,6 +113,14 @@ def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
     assert report.name == key.rpartition("/")[2]
     assert report.goodput.sessions == 4
     assert report.checkpoints[-1] == 30
+
+
+@pytest.mark.soak
+def test_commands_take_a_run_in_a_bucket(s3, key, whole, tmp_path):
+    """Each command that takes a run."""
+    config, _ = whole
+    out = s3.address(key)
+    train(config, out, "--steps", "10", printed=tmp_path / "short")
     code, text, errors = command("eval", out, "--json", "--tokens", "256", "--devices", "4")
     assert (code, errors.count("Traceback")) == (0, 0)
     assert json.loads(text)["tokens"] > 0

@@ -102,3 +102,11 @@ def test_a_run_is_resumed_inside_a_period_with_the_same_bits(tmp_path):
     command += ["--tokens", "256", "--devices", "1", "--mesh.fsdp", "-1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["tokens"] > 0
+
+
+def test_two_processes_are_as_one(tmp_path):
+    """Each has the devices of one replica."""
+    config = write_tiny(tmp_path, DILOCO)
+    train(config, tmp_path / "one", "--steps", "12")
+    train(config, tmp_path / "two", "--steps", "12", processes=2, devices=2)
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")

@@ -14,13 +14,20 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import evaluation_config, make_setup, planned_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.describe import plan_lines
+from spmd.run.search import count_alone
+from spmd.run.step_time import count_model
 from tests import tiny
 
 EVERY = DiLoCoConfig(every=8, fragments=2, codec="int4")
 
 
 def config(diloco: DiLoCoConfig = EVERY, **fields) -> TrainConfig:
-    fields = {"mesh": spmd.MeshShape(data=4, fsdp=2), "data": spmd.DataConfig(batch=8), **fields}
+    fields = {
+        "mesh": spmd.MeshShape(data=4, fsdp=2),
+        "data": spmd.DataConfig(batch=8),
+        "steps": 80,
+        **fields,
+    }
     return TrainConfig(model=tiny.CONFIG, rules=LLAMA, diloco=diloco, **fields)
 
 
@@ -42,7 +49,17 @@ def test_each_replica_is_a_run_of_its_own():
     assert found.shape == (4, *inner[moment].shape)
     assert found.bytes_per_device == inner[moment].bytes_per_device
     outer = {entry.path for entry in setup().plan.optimizer_state}
+    remarks = {entry.path: entry.update for entry in setup().plan.params}
+    assert remarks["norm/scale"] == "no decay"
     assert outer == {f"0/trace/{entry.path}" for entry in setup().plan.params}
+
+
+def test_closed_forms_know_what_a_step_updates_and_sends():
+    diloco = count_model(setup())
+    plain = config(DiLoCoConfig())
+    alone = count_model(make_setup(plain, planned_mesh(plain)))
+    assert diloco.state_bytes == alone.state_bytes
+    assert diloco.params == alone.params
 
 
 def test_plan_says_what_is_sent():
@@ -84,6 +101,13 @@ def test_what_does_not_go_together_is_an_error():
         r"(?s)checkpoint_every: is no multiple.*20 / 8 = 2\.5.*a multiple of 8", checkpoint_every=20
     )
     wrong(r"on_nan, recovery\.on_spike: are skip", on_nan="skip")
+    wrong(r"(?s)steps: is no multiple.*21 / 8", steps=21)
+    wrong(r"(?s)evaluate\.every: is no multiple", evaluate=spmd.EvaluationConfig(every=4))
+    powersgd = spmd.CompressConfig(gradients="powersgd:2")
+    wrong(r"compress\.gradients: is PowerSGD over data", compress=powersgd)
+    wrong(r"(?s)data\.batch.*8 / \(mesh\.data = 4\) / \(accumulate = 4\) = 0\.5", accumulate=4)
+    with pytest.raises(ConfigError, match="no search knows replicas"):
+        count_alone(config())
     wrong("precision: is fp16", precision="fp16")
     wrong(r"diloco\.every: is 8, and mesh\.data is 1", mesh=spmd.MeshShape(fsdp=8))
     wrong(
