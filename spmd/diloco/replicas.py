@@ -112,9 +112,9 @@ class Replicas:
         if not self._is_key(path, x):
             return same
         keys = jax.random.wrap_key_data(same, impl=PRNG)
-        numbers = jnp.arange(self.count).reshape(-1, *(1,) * (keys.ndim - 1))
-        fold = jnp.vectorize(jax.random.fold_in)
-        return jax.random.key_data(fold(keys, jnp.broadcast_to(numbers, keys.shape)))
+        numbers = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
+        own = jnp.vectorize(jax.random.fold_in)(keys, numbers)
+        return jax.random.key_data(own)
 
     def _is_key(self, path: str, x: jax.Array) -> bool:
         """Return whether an array is the data of keys in the random state of a module."""
@@ -223,7 +223,7 @@ def mean_metrics(metrics: Metrics) -> Metrics:
     share = tokens / jnp.where(total > 0, total, 1.0)
 
     def mean(x: jax.Array) -> jax.Array:
-        weights = share.reshape(share.shape + (1,) * (x.ndim - 1))
-        return (x * weights).sum(axis=0)
+        others = tuple(range(1, x.ndim))
+        return (x * jnp.expand_dims(share, others)).sum(axis=0)
 
     return {**jax.tree.map(mean, metrics), "tokens": total}

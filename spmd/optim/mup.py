@@ -21,7 +21,7 @@ optimizer = spmd.make_optimizer(spmd.OptimizerConfig(learning_rate=rate_of_narro
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,22 +145,35 @@ def _growth(model: Model, base: Model) -> dict[str, Growth]:
             problems.append(found)
         else:
             grown[path] = found
-    if not problems and all(growth.width == 1 for growth in grown.values()):
-        problems.append(Problem("base", "has the widths of the model", fix="a narrower base"))
-    elif not problems and not any(
-        growth.is_head and growth.inputs != 1 for growth in grown.values()
-    ):
-        what = "has no head of its own, of which the inputs grow and the outputs do not"
-        fix = "an untied head; a tied one would need a multiplier of the logits"
-        problems.append(Problem("model", what, fix=fix))
+    if not problems:
+        problems += _problems_together(grown.values())
     if problems:
         raise ConfigError(_TITLE, problems)
     return grown
 
 
+def _problems_together(grown: Iterable[Growth]) -> list[Problem]:
+    """Return a problem if no parameter grows, or none of a head."""
+    has_grown = False
+    has_head = False
+    for growth in grown:
+        has_grown |= growth.width != 1
+        has_head |= growth.is_head and growth.inputs != 1
+    if not has_grown:
+        return [Problem("base", "has the widths of the model", fix="a narrower base")]
+    if not has_head:
+        what = "has no head of its own, of which the inputs grow and the outputs do not"
+        fix = "an untied head; a tied one would need a multiplier of the logits"
+        return [Problem("model", what, fix=fix)]
+    return []
+
+
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
     abstract = jax.eval_shape(model.init, abstract_key())
-    return {path: tuple(x.shape) for path, x in tree.flatten(abstract).items()}
+    shapes = dict[str, tuple[int, ...]]()
+    for path, x in tree.flatten(abstract).items():
+        shapes[path] = tuple(x.shape)
+    return shapes
 
 
 def _growth_of(
@@ -168,11 +181,13 @@ def _growth_of(
 ) -> Growth | Problem:
     """Return the growth of one parameter, or the problem that nobody explains its dimensions."""
     stacks = info.stacks or {}
-    own = without_dims(shape, dims_of(path, stacks))
-    base = without_dims(before, dims_of(path, stacks))
-    depth = [shape[dim] for dim in dims_of(path, stacks)]
-    base_depth = [before[dim] for dim in dims_of(path, stacks)]
-    if len(own) != len(base) or depth != base_depth:
+    dims = dims_of(path, stacks)
+    own = without_dims(shape, dims)
+    base = without_dims(before, dims)
+    is_as_deep = len(own) == len(base)
+    for dim in dims:
+        is_as_deep = is_as_deep and shape[dim] == before[dim]
+    if not is_as_deep:
         what = "has another number of dimensions or of layers in the base"
         return Problem(path, what, f"{tuple(before)}, not {tuple(shape)}", "widths alone")
     ratios = [size / other for size, other in zip(own, base, strict=True)]
@@ -185,7 +200,7 @@ def _growth_of(
         is_head = not _says_logits(info) and ratios[0] != 1 and ratios[1] == 1
         return Growth(ratios[0], ratios[1], is_head=is_head)
     if said is None:
-        if all(ratio == 1 for ratio in ratios):
+        if set(ratios) == {1.0}:
             return Growth(1.0, 1.0)
         what = f"grows in {len(ratios)} dimensions, and nobody says which are inputs"
         fix = "a layer that declares its kernel (ModelInfo.matrices)"

@@ -155,7 +155,7 @@ def _make_setup_of_replicas(config: TrainConfig, mesh: AnyMesh, chip: str) -> Tr
 
 
 def _with_updates_of(inner: ShardingPlan, plan: ShardingPlan) -> ShardingPlan:
-    """Return a plan that says of each parameter how the inner optimizer updates it."""
+    """Return a plan with the remarks about updates of the inner one."""
     updates = {entry.path: entry.update for entry in inner.params}
     params = list[PlanEntry]()
     for entry in plan.params:

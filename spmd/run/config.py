@@ -303,7 +303,7 @@ class TrainConfig(RunConfig, Generic[M]):
 
     @property
     def narrow_model(self) -> M:
-        """The config of the model whose learning rate is used, by `mup`."""
+        """The config of the narrow model of `mup`."""
         changes = dict[str, Any]()
         for row in self.mup:
             field, _, value = row.partition("=")
