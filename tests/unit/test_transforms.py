@@ -167,6 +167,7 @@ def test_what_a_plan_needs_it_has() -> None:
     assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {
         "magnitudes",
         "loss_scale",
+        "diloco",
     }
     assert plan_of().transforms == plan_of(quantize="fp8").transforms == ()
     added = plan_of().with_transforms(KeepCarry()).with_transforms(PowerSGD(2))
@@ -214,5 +215,6 @@ def test_runs_know_every_transform() -> None:
         "in_flight",
         "magnitudes",
         "loss_scale",
+        "diloco",
     }
     assert InFlight.overlapping_steps
