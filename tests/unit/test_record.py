@@ -93,7 +93,8 @@ def test_every_field_is_decided():
         f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block", "ema_decay")
     ]
     data = [f"data.{name}" for name in ("sequence", "packing", "streaming", "batch")]
-    assert rest == ["seed", "precision", "init", *optimizer, *data, "task"]
+    ends = ["task", "diloco.momentum", "mup"]
+    assert rest == ["seed", "precision", "init", *optimizer, *data, *ends]
     unused = [
         field
         for field in MAY_CHANGE
