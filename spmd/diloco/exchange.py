@@ -16,6 +16,9 @@ from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.mesh import AnyMesh
 
+PLAIN = "float32"
+"""Outer gradients without a codec."""
+
 _SCOPE = comm_scope("outer gradients, between replicas")
 
 
@@ -25,11 +28,11 @@ class OuterExchange:
 
     Attributes:
         mesh: The mesh of all replicas.
-        codec: Codec of what a replica sends; empty for float32.
+        codec: How a replica sends its term: `float32` or a codec.
     """
 
     mesh: AnyMesh
-    codec: str = ""
+    codec: str = PLAIN
 
     @property
     def replicas(self) -> int:

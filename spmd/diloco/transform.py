@@ -26,17 +26,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.codecs import EXCHANGES
-from spmd.diloco.exchange import OuterExchange
+from spmd.diloco.exchange import PLAIN, OuterExchange
 from spmd.diloco.fragments import divide, fragment_problems
 from spmd.diloco.replicas import AXIS, Replicas, mean_metrics, replica_mesh
 from spmd.diloco.synchronization import Synchronization
 from spmd.errors import CheckpointError, Problem, any_of
-from spmd.model_interface.grad_transform import GradTransform, StateArray, StepFn
+from spmd.model_interface.grad_transform import GradTransform, StateArray, StepFn, rows_of_devices
 from spmd.optim.evaluated_params import evaluated_kinds
 from spmd.optim.storage import ON_DEVICES
 from spmd.plan.context import use_plan
@@ -60,7 +60,7 @@ class DiLoCo(GradTransform):
         inner: The train step of one replica, of a plan on `spmd.replica_mesh(mesh)`.
         every: Steps between two synchronizations of a parameter, H.
         fragments: Number of parts of the parameters, each synchronized at a step of its own.
-        codec: Codec of the terms of Δ on the wire, such as `int4`; empty for float32. Their mean is
+        codec: How the terms of Δ are sent: `float32`, or a codec such as `int4`. Their mean is
             computed in float32.
         keep: The share of its own parameters that a replica keeps, α.
     """
@@ -72,7 +72,7 @@ class DiLoCo(GradTransform):
     inner: TrainStep
     every: int
     fragments: int = 1
-    codec: str = ""
+    codec: str = PLAIN
     keep: float = 0.0
 
     def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
@@ -142,14 +142,8 @@ class DiLoCo(GradTransform):
             if path not in stored:
                 continue
             shape = tuple(stored[path].shape)
-            if shape[1:] != leaf.shape[1:]:
-                continue
-            sharding = leaf.sharding
-            leading = None
-            if shape[0] % sharding.mesh.shape[AXIS] == 0:
-                leading = AXIS
-            sharding = NamedSharding(sharding.mesh, P(leading, *sharding.spec[1:]))
-            targets[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            if shape[1:] == leaf.shape[1:]:
+                targets[path] = rows_of_devices(shape, leaf, AXIS)
         return targets
 
     def adapt(
@@ -197,8 +191,8 @@ class DiLoCo(GradTransform):
         if not 0 <= self.keep < 1:
             fix = "at least 0 and below 1: replicas that keep everything are never synchronized"
             yield Problem("keep", f"is {self.keep}", fix=fix)
-        if self.codec and self.codec not in EXCHANGES:
-            yield Problem("codec", f"is {self.codec!r}", fix=any_of([*EXCHANGES, "''"]))
+        if self.codec not in (PLAIN, *EXCHANGES):
+            yield Problem("codec", f"is {self.codec!r}", fix=any_of((PLAIN, *EXCHANGES)))
 
     def _mesh_problems(self, plan: ShardingPlan) -> Iterator[Problem]:
         """Yield the problems of the meshes of all replicas and of one."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -243,3 +244,18 @@ def step_within(step: StepFn, transforms: Sequence[GradTransform], plan: Any) ->
     for transform in transforms:
         step = transform.replace_step(step, plan)
     return step
+
+
+def rows_of_devices(
+    shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct, axis: str
+) -> jax.ShapeDtypeStruct:
+    """Return the target for an array `[device, …]` saved on another number of devices of an axis.
+
+    Its rows are split over the axis if they divide.
+    """
+    sharding = leaf.sharding
+    leading = None
+    if shape[0] % sharding.mesh.shape[axis] == 0:
+        leading = axis
+    sharding = NamedSharding(sharding.mesh, P(leading, *sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

@@ -29,11 +29,11 @@ import jax.numpy as jnp
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.model_interface.kernels import LOGITS, LOOKUP, Matrix
+from spmd.model_interface.kernels import LOGITS, LOOKUP
 from spmd.model_interface.model import Model, ModelInfo, abstract_key
-from spmd.sharding.layer_paths import Stack, dims_of, names_of, without_dims
+from spmd.optim.treatment import declared
+from spmd.sharding.layer_paths import dims_of, without_dims
 
-_ADDED = "added"
 _TITLE = "muP does not fit the model:"
 
 
@@ -134,7 +134,9 @@ def _growth(model: Model, base: Model) -> dict[str, Growth]:
     problems = list[Problem]()
     for path in {**shapes, **base_shapes}:
         if path not in shapes or path not in base_shapes:
-            where = "the base" if path not in base_shapes else "the model"
+            where = "the model"
+            if path in shapes:
+                where = "the base"
             problems.append(Problem(path, f"is not in {where}", fix="one model at two widths"))
     if problems:
         raise ConfigError(_TITLE, problems)
@@ -191,13 +193,13 @@ def _growth_of(
         what = "has another number of dimensions or of layers in the base"
         return Problem(path, what, f"{tuple(before)}, not {tuple(shape)}", "widths alone")
     ratios = [size / other for size, other in zip(own, base, strict=True)]
-    said = _said(path, info, stacks)
+    said = declared(path, info, stacks)
     if said == LOGITS:
         return Growth(math.prod(ratios), 1.0, is_head=True)
     if isinstance(said, str) or len(ratios) < 2:
         return Growth(1.0, math.prod(ratios), is_drawn=said == LOOKUP)
     if said is None and len(ratios) == 2:
-        is_head = not _says_logits(info) and ratios[0] != 1 and ratios[1] == 1
+        is_head = not _is_declared(info) and ratios[0] != 1 and ratios[1] == 1
         return Growth(ratios[0], ratios[1], is_head=is_head)
     if said is None:
         if set(ratios) == {1.0}:
@@ -210,18 +212,6 @@ def _growth_of(
     return Growth(inputs, outputs)
 
 
-def _says_logits(info: ModelInfo) -> bool:
+def _is_declared(info: ModelInfo) -> bool:
     """Return whether layers say what their parameters are; then a head says so, too."""
     return bool(info.no_matrix or info.matrices)
-
-
-def _said(path: str, info: ModelInfo, stacks: Mapping[str, Stack]) -> Matrix | str | None:
-    """Return the matrix of a parameter, a reason against one, or None if nobody says either."""
-    for name in names_of(path, stacks):
-        if name in info.matrices:
-            return info.matrices[name]
-        if name in info.added:
-            return _ADDED
-        if name in info.no_matrix:
-            return info.no_matrix[name]
-    return None

@@ -16,6 +16,9 @@ from spmd.sharding.rules import matches
 
 Shapes = Mapping[str, Sequence[int]]
 
+ADDED = "added"
+"""The reason of a parameter that its layer adds, or multiplies by."""
+
 _PLAIN = Matrix.of("io")
 
 
@@ -210,14 +213,7 @@ class Treatment:
         """Return the matrix of a parameter by the model, or its reason against one."""
         if self.info is None:
             return None
-        for name in self._names(path):
-            if name in self.info.no_matrix:
-                return self.info.no_matrix[name]
-            if name in self.info.added:
-                return "added"
-            if name in self.info.matrices:
-                return self.info.matrices[name]
-        return None
+        return declared(path, self.info, self.stacks)
 
     def _unexplained(self, path: str, rank: int) -> Problem:
         end = "/".join(path.split("/")[-2:])
@@ -230,6 +226,21 @@ class Treatment:
             fix = f"spmd.make_optimizer(config, steps, model=model), or {fix}"
         what = f"has {rank} dimensions in a layer, and nobody says which are inputs and outputs"
         return Problem(path, what, fix=fix)
+
+
+def declared(path: str, info: ModelInfo, stacks: Mapping[str, Stack]) -> Matrix | str | None:
+    """Return what a model's layers say of a parameter: its matrix, or a reason against one.
+
+    The reasons are those of `ModelInfo.no_matrix`, and `ADDED`. None: nothing.
+    """
+    for name in names_of(path, stacks):
+        if name in info.no_matrix:
+            return info.no_matrix[name]
+        if name in info.added:
+            return ADDED
+        if name in info.matrices:
+            return info.matrices[name]
+    return None
 
 
 def read_model(model: Any) -> ModelInfo | None:

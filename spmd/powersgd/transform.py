@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -39,7 +38,12 @@ from spmd.gradients.deferred_reduction import (
     local_gradient,
     reduce_local,
 )
-from spmd.model_interface.grad_transform import Carry, GradTransform, StateArray
+from spmd.model_interface.grad_transform import (
+    Carry,
+    GradTransform,
+    StateArray,
+    rows_of_devices,
+)
 from spmd.model_interface.model import PRNG
 from spmd.plan.context import current
 from spmd.plan.manual import shard_map_over, split_axes
@@ -170,7 +174,7 @@ class PowerSGD(GradTransform):
             if shape == leaf.shape:
                 targets[path] = leaf
             elif f"{NAME}/{ERROR}/" in path and shape[1:] == leaf.shape[1:]:
-                targets[path] = _restored_error(shape, leaf)
+                targets[path] = rows_of_devices(shape, leaf, AXIS)
         return targets
 
     def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
@@ -260,16 +264,6 @@ class PowerSGD(GradTransform):
         for path, reason in above.items():
             what = f"is powersgd:{self.rank}, a rank above the matrix"
             yield Problem(f"{_SETTING}, {path}", what, reason, "a smaller rank, such as 4")
-
-
-def _restored_error(shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the target for errors `[device, …]` of another number of devices."""
-    sharding = leaf.sharding
-    leading = None
-    if shape[0] % sharding.mesh.shape[AXIS] == 0:
-        leading = AXIS
-    sharding = NamedSharding(sharding.mesh, P(leading, *sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
 def _fresh(path: str, shape: tuple[int, ...]) -> Array:

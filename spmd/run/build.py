@@ -145,8 +145,7 @@ def _make_setup_of_replicas(config: TrainConfig, mesh: AnyMesh, chip: str) -> Tr
     )
     inner = make_setup(replica, alone, chip)
     fields = config.diloco
-    codec = "" if fields.codec == "float32" else fields.codec
-    diloco = DiLoCo(inner.step, fields.every, fields.fragments, codec, fields.keep)
+    diloco = DiLoCo(inner.step, fields.every, fields.fragments, fields.codec, fields.keep)
     plan = build_plan(config, mesh, inner.plan.model, [diloco])
     plan = _with_updates_of(inner.plan, plan)
     options = _build_compiler_options(config, mesh)

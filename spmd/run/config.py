@@ -361,7 +361,7 @@ class TrainConfig(RunConfig, Generic[M]):
         if self.lora.targets:
             what = "is given, and adapters are trained, which have widths of their own"
             yield Problem("mup", what, fix="leave it out")
-        if not problems:
+        if not problems and dataclasses.is_dataclass(self.model):
             yield from _problems_of_heads(self.narrow_model, self.model)
 
     def _problems_of_replicas(self) -> Iterator[Problem]:
@@ -388,6 +388,8 @@ class TrainConfig(RunConfig, Generic[M]):
 
 def _problems_of_rows(rows: Sequence[str], model: Any) -> Iterator[Problem]:
     """Yield the problems of rows FIELD=NUMBER of a model's config."""
+    if not dataclasses.is_dataclass(model):  # that is another problem
+        return
     fields = [field.name for field in dataclasses.fields(model)]
     for index, row in enumerate(rows):
         where = f"mup[{index}]"
@@ -397,9 +399,12 @@ def _problems_of_rows(rows: Sequence[str], model: Any) -> Iterator[Problem]:
             yield Problem(where, what, fix=did_you_mean(field, fields))
             continue
         try:
-            ast.literal_eval(value)
+            number = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            yield Problem(where, f"is {row!r}", fix="FIELD=NUMBER, such as d_model=256")
+            number = None
+        if type(number) is not type(getattr(model, field)):
+            fix = f"{field}={getattr(model, field)!r} or another value of this type"
+            yield Problem(where, f"is {row!r}", fix=fix)
 
 
 def _problems_of_heads(narrow: Any, wide: Any) -> Iterator[Problem]:

@@ -101,11 +101,10 @@ def _replica_line(plan: ShardingPlan, diloco: DiLoCo) -> str:
     parts = "at once"
     if diloco.fragments > 1:
         parts = f"in {diloco.fragments} fragments"
-    codec = diloco.codec or "float32"
     count = plan.mesh.shape[REPLICAS]
     return (
         f"diloco {count} replicas over {REPLICAS}, synchronized every {diloco.every} steps {parts}: "
-        f"a device sends {human_bytes(int(sent * diloco.every))} in {codec} between them, "
+        f"a device sends {human_bytes(int(sent * diloco.every))} in {diloco.codec} between them, "
         f"{human_bytes(int(sent))} a step"
     )
 

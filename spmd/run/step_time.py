@@ -16,6 +16,7 @@ from spmd.analysis.collective_record import Collective
 from spmd.analysis.hlo import HloModule
 from spmd.analysis.topology import Topology
 from spmd.chips import ClosedRates
+from spmd.diloco.exchange import OuterExchange
 from spmd.diloco.transform import DiLoCo
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
@@ -473,20 +474,18 @@ def _data_share(
     config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float
 ) -> float:
     """Return the share of a gradient's bytes sent over data, as for an MLP's kernel."""
-    every = config.diloco.every
-    if every:
-        terms = mesh.data / 2  # a sum counts as two terms, a gather as one of each replica
-        sent = 4.0
-        if config.diloco.codec != "float32":
-            sent = element_bytes(config.diloco.codec) * terms
-        return sent / (exchange * every)
     rank = powersgd_rank(config.compress.gradients)
-    if not rank:
+    every = config.diloco.every
+    if not rank and not every:
         return 1.0
     rows: float = model.width
     if config.zero >= 2:
         rows /= math.prod(mesh.sizes[axis] for axis in config.rules.gathered_axes)
     columns = model.hidden / mesh.tensor
+    if every:
+        outer = OuterExchange(abstract_mesh(mesh), config.diloco.codec)
+        shape = (math.ceil(rows), math.ceil(columns))
+        return outer.bytes_of_term(shape) / (math.prod(shape) * exchange * every)
     return min(1.0, 4 * rank * (rows + columns) / (rows * columns * exchange))
 
 

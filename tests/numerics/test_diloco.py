@@ -137,7 +137,7 @@ def test_replicas_with_the_same_examples_train_as_one():
         assert not np.array_equal(wanted[path], before[path]), path
 
 
-@pytest.mark.parametrize("codec", ["", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["float32", "int8", "int4"])
 def test_replicas_are_bitwise_equal_after_a_synchronization_alone(codec):
     step = make(codec=codec)
     state = train(step, data()[:3])
@@ -221,7 +221,7 @@ def test_a_checkpoint_without_replicas_is_no_start(tmp_path):
         save_and_restore(tmp_path, state, make())
 
 
-@pytest.mark.parametrize("codec", ["", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["float32", "int8", "int4"])
 def test_bytes_between_replicas_are_those_of_the_formula(codec):
     """Nothing but outer gradients and metrics is sent over `data`."""
     step = make(codec=codec)
@@ -232,7 +232,9 @@ def test_bytes_between_replicas_are_those_of_the_formula(codec):
     promised = sum(sizes["data"][0] for sizes in step.plan.transforms[0].sent(step.plan).values())
     sent = sum(record.bytes for record in outer)
     kernels, bias = 2 * LAYERS * WIDTH * WIDTH // 2, WIDTH  # elements of a device
-    bits = {"": (32, 32), "int8": (9, 8.5), "int4": (5, 4.5)}[codec]  # blocks of 32 and of 64
+    bits = {"float32": (32, 32), "int8": (9, 8.5), "int4": (5, 4.5)}[
+        codec
+    ]  # blocks of 32 and of 64
     term = (kernels * bits[0] + bias * bits[1]) / 8
     assert sent == 2 * term  # a sum is a gather as well, and a gather is of two terms
     assert promised == pytest.approx(term / 4, rel=1e-3)  # once in 4 steps
@@ -322,7 +324,7 @@ def test_what_cannot_be_synchronized_is_an_error():
     ):
         spmd.make_train_step(make().plan, loss_fn, keep_gradients=True)
     wrong("keep: is 1.0", inner, keep=1.0)
-    wrong("(?s)codec: is 'int3'.*fix: int8, int4 or ''", inner, codec="int3")
+    wrong("(?s)codec: is 'int3'.*fix: float32, int8 or int4", inner, codec="int3")
     wrong("(?s)fragments: are 3.*3 fragments in 2 steps.*fix: at most 2", inner, 2, fragments=3)
     wrong("fragments: are 4, and 1 of them are empty", inner, fragments=4)
     wrong("(?s)no replicas along data.*mesh.data = 1", inner, sizes={"fsdp": 2})

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_an_error():
         spmd.make_plan(tiny.mesh(fsdp=2), LLAMA, model, optax.adamw(1e-3))
     with pytest.raises(ConfigError, match=r"(?s)mup\[0\]: is 'd_mode=8'.*did you mean.*d_model"):
         config(mup=("d_mode=8",))
-    with pytest.raises(ConfigError, match=r"(?s)mup\[0\]: is 'd_model'.*FIELD=NUMBER"):
-        config(mup=("d_model",))
+    with pytest.raises(ConfigError, match=r"(?s)mup\[0\]: is 'd_model=\[8\]'.*fix: d_model=64 or"):
+        config(mup=("d_model=[8]",))
     with pytest.raises(ConfigError, match="mup: has attention heads of 4, and the model of 8"):
         config(mup=("d_model=32",))
