@@ -213,5 +213,5 @@ def _growth_of(
 
 
 def _is_declared(info: ModelInfo) -> bool:
-    """Return whether layers say what their parameters are; then a head says so, too."""
+    """Return whether layers declare their parameters, and so a head as well."""
     return bool(info.no_matrix or info.matrices)

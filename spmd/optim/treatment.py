@@ -229,7 +229,7 @@ class Treatment:
 
 
 def declared(path: str, info: ModelInfo, stacks: Mapping[str, Stack]) -> Matrix | str | None:
-    """Return what a model's layers say of a parameter: its matrix, or a reason against one.
+    """Return the matrix of a parameter by its layer's declaration, or a reason against one.
 
     The reasons are those of `ModelInfo.no_matrix`, and `ADDED`. None: nothing.
     """
