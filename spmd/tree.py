@@ -121,6 +121,21 @@ def _keeps_below(keep: Callable[[str], bool], key: str, path: str) -> bool:
     return keep(f"{key}/{path}")
 
 
+def branch(tree: PyTree, path: str) -> PyTree:
+    """Return the part of a tree of dictionaries and dataclasses below a path.
+
+    Example:
+        >>> branch({"a": {"b": {"x": 1}}}, "a/b")
+        {'x': 1}
+    """
+    for name in path.split("/"):
+        if isinstance(tree, Mapping):
+            tree = tree[name]
+        else:
+            tree = getattr(tree, name)
+    return tree
+
+
 def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
     """Merge nested dictionaries with disjoint leaves: the inverse of `select`.
 

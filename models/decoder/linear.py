@@ -21,7 +21,7 @@ from spmd.layers.linear_recipes import (
 from spmd.layers.lm_head import LazyLogits, is_lazy, plus_bias
 from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
-from spmd.model_interface.wrapped_param import addend_of, operand_of, rider_of
+from spmd.model_interface.wrapped_param import addend_of, is_stored, operand_of, rider_of
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import (
     ParamPlacement,
@@ -277,6 +277,8 @@ def _multiplied(
 def _splits_heads(kernels: Sequence[Array], how: _Products, head: int) -> bool:
     if not head or attention_config().platform != "tpu":
         return False
+    if any(map(is_stored, kernels)):
+        return False
     return how.has_whole_heads(kernels, head)
 
 
@@ -321,9 +323,16 @@ def _products_forward(
             seen.append(seen_before(tokens, kernels[index], scale))
         ys.append(y)
         kept.append(used[index] if saves_gathered(placed) else shards[index])
-    like = [jnp.zeros((0,), kernel.dtype) for kernel in kernels]
+    like = [_gradient_like(kernel) for kernel in kernels]
     inputs = tokens if how.recomputed else x
     return tuple(ys), (inputs, kept, like, scales, seen)
+
+
+def _gradient_like(kernel: Any) -> Array | None:
+    """Return an empty array in the dtype of a kernel's gradient; None if it has none: codes."""
+    if is_stored(kernel):
+        return None
+    return jnp.zeros((0,), kernel.dtype)
 
 
 def _scales_of(history: History | None) -> Any:
@@ -349,8 +358,11 @@ def _products_backward(
         if how.out:
             dy = annotate(dy, how.out)
         dy = dy.astype(x.dtype)
-        dtype = likes[index].dtype
-        dkernels.append(how.kernel_gradient(x, dy, index, scale, dtype))
+        like = likes[index]
+        dkernel = None
+        if like is not None:
+            dkernel = how.kernel_gradient(x, dy, index, scale, like.dtype)
+        dkernels.append(dkernel)
         factor = _Factors(dy, used, how.outs, how.axes, scale)
         factors.append(factor)
         with named_after(how.placed[index]):

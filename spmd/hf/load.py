@@ -27,6 +27,7 @@ from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import TensorReader
 from spmd.hf.tensor_region import TensorRegion
+from spmd.model_interface.wrapped_param import abstract_params, store_as
 from spmd.resilience.consistency import check_hosts_agree
 from spmd.storage.address import Location, locate
 
@@ -53,6 +54,8 @@ def load_params(folder: str | Location, abstract: Any) -> Any:
 def load_published(found: HFFolder, abstract: Any) -> Any:
     """Load parameters as `load_params` does, from an opened folder.
 
+    A parameter that is stored in another form is brought into it before the next one is read.
+
     Of several processes, all make this call, and all must have the same files.
     """
     _check_same_files(found)
@@ -61,10 +64,11 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     non_finite = set[tuple[str, str]]()
     with ThreadPoolExecutor(_THREADS) as pool:
 
-        def load(path: str, leaf: Any) -> jax.Array:
-            return _Loader(sources[path], leaf, found.tensors, buffer, pool, non_finite).load()
+        def load(path: str, leaf: Any, like: Any) -> Any:
+            loader = _Loader(sources[path], leaf, found.tensors, buffer, pool, non_finite)
+            return store_as(like, loader.load())
 
-        params = tree.map_with_path(load, abstract)
+        params = tree.map_with_path(load, abstract_params(abstract), abstract)
     what, fix = "has values that are NaN or infinite", "get the file again: training cannot mend it"
     problems: list[Problem] = []
     for path, name in _of_all_processes(non_finite):
@@ -122,7 +126,7 @@ def check_published(
     None may be missing, extra, or of the wrong shape or kind of dtype.
     """
     chosen = mapped_variables(found.family, found.config, variables)
-    leaves = tree.flatten(abstract) | tree.flatten(chosen)
+    leaves = tree.flatten(abstract_params(abstract)) | tree.flatten(chosen)
     sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
     names, ignored = found.tables

@@ -26,9 +26,16 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.lora.param import LoRAParam
+from spmd.lora.quantized_base import (
+    find_formats,
+    quantize_base,
+    rules_of_parts,
+    start_base,
+    table_problems,
+)
 from spmd.model_interface.kernels import Matrix
 from spmd.model_interface.model import LayeredModel, Model, ModelInfo, abstract_key
-from spmd.model_interface.wrapped_param import is_wrapped
+from spmd.model_interface.wrapped_param import is_stored, is_wrapped
 from spmd.plan.fsdp import params_for_forward
 from spmd.precision import cast_floats
 from spmd.sharding.layer_paths import dims_of
@@ -58,11 +65,15 @@ class LoRAConfig:
     """The product of A and B is multiplied by alpha / rank."""
     save_base: bool = False
     """Checkpoints have the frozen parameters of init, too: the run no longer needs that folder."""
+    quantize: str = ""
+    """Store frozen kernels in fewer bits (QLoRA): nf4, mxfp4 or int8, or PATTERN=FORMAT,… with bf16
+    for those left as they are. Embeddings, logits and norms are never quantized."""
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"rank": "at least 1", "alpha": "finite"}, "lora.")
-        settings = (self.rank, self.alpha, self.save_base)
-        if not self.targets and settings != (LoRAConfig.rank, LoRAConfig.alpha, False):
+        problems += table_problems(self.quantize)
+        settings = (self.rank, self.alpha, self.save_base, self.quantize)
+        if not self.targets and settings != (LoRAConfig.rank, LoRAConfig.alpha, False, ""):
             what = "is empty, so no parameter has an adapter"
             fix = "patterns over parameter paths, such as 'attention/(q|v)_proj/kernel'"
             problems.append(Problem("lora.targets", what, fix=fix))
@@ -144,13 +155,14 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
     if BASE in jax.eval_shape(model.init_variables, abstract_key()):
         problem = Problem(BASE, "is a variable of the model itself")
         raise ConfigError("This model cannot be adapted:", [problem])
+    init_base = _base_init(model, lora, rules, dtype)
 
     def init_variables(key: jax.Array) -> Any:
-        return {**model.init_variables(key), BASE: cast_floats(model.init(key), dtype)}
+        return {**model.init_variables(key), BASE: init_base(key)}
 
     def merged(params: Any, variables: Any) -> tuple[Any, Any]:
         own = dict(variables)
-        base = params_for_forward(own.pop(BASE))
+        base = start_base(params_for_forward(own.pop(BASE)), model)
         return with_adapters(base, params, lora, model.info().wrappable), own
 
     def forward(
@@ -183,9 +195,23 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         return {**model.update_variables(own, arrays), BASE: base}
 
     init = functools.partial(_init_adapters, paths=paths, rank=lora.rank)
-    info = functools.partial(_adapted_info, model, paths, rules)
+    base = jax.eval_shape(init_base, abstract_key())
+    info = functools.partial(_adapted_info, model, base, paths, rules)
     name = f"{model.name} with adapters"
     return Model(init, _apply, init_variables, forward, info, layered, name, update_variables)
+
+
+def _base_init(
+    model: Model, lora: LoRAConfig, rules: Rules, dtype: str
+) -> Callable[[jax.Array], Any]:
+    """Return the function that draws frozen parameters, as they are stored."""
+    formats = find_formats(model, lora.quantize, rules)
+
+    def init(key: jax.Array) -> Any:
+        base = cast_floats(model.init(key), dtype)
+        return quantize_base(base, formats, dtype, model)
+
+    return init
 
 
 def _init_adapters(key: jax.Array, *, paths: Mapping[str, tuple[int, ...]], rank: int) -> Any:
@@ -207,14 +233,23 @@ def _apply(params: Any, *inputs: Any) -> Any:
     raise ConfigError("This model cannot be applied to adapters alone:", [problem])
 
 
-def _adapted_info(model: Model, paths: Mapping[str, tuple[int, ...]], rules: Rules) -> ModelInfo:
-    """Return the facts about a model with adapters at some paths."""
+def _adapted_info(
+    model: Model, base: Any, paths: Mapping[str, tuple[int, ...]], rules: Rules
+) -> ModelInfo:
+    """Return the facts about a model with adapters at some paths, and its abstract frozen base."""
     known = model.info()
     tied = list[tuple[str, ...]]()
     for group in known.tied:
         tied.append(tuple(f"{BASE}/{path}" for path in group))
-    frozen = {f"{BASE}/{path}": path for path in tree.flatten(_abstract(model))}
-    merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.wrappable)
+    frozen = {f"{BASE}/{path}": path for path in tree.flatten(base)}
+    stored_as = dict[str, str]()
+    for path, param in tree.flatten(base, is_leaf=is_stored).items():
+        if is_stored(param):
+            stored_as[path] = f"{BASE}/{path}/codes"
+    merged = set[str]()
+    for path in paths:
+        if path not in known.wrappable:
+            merged.add(f"{BASE}/{path}")
     adapters = set[str]()
     for path in paths:
         adapters |= {path + LORA_A, path + LORA_B}
@@ -223,7 +258,8 @@ def _adapted_info(model: Model, paths: Mapping[str, tuple[int, ...]], rules: Rul
         tied=tuple(tied),
         annotations={},
         frozen=frozen,
-        merged=merged,
+        merged=frozenset(merged),
+        stored_as=stored_as,
         added=frozenset(),
         cast_by_layer=known.cast_by_layer | adapters,
         created={},
@@ -251,7 +287,8 @@ def _adapter_matrices(
 def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Container[str] = ()) -> Any:
     """Merge parameters `base` with their adapters, the parameters of the model of `with_lora`.
 
-    Those at the paths `unmerged` are returned as `LoRAParam`, for layers that support it.
+    Those at the paths `unmerged` are returned as `LoRAParam`, for layers that support it. Merged
+    ones are decoded if they are quantized.
     """
     flat = tree.flatten(adapters)
 
@@ -268,8 +305,8 @@ def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Containe
 
 def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
     """Return the rule table of a model without adapters, with rows for its adapters."""
-    rows: dict[str, P | Replicate] = {}
     rules = rules.with_recorded(model.info().stacks)
+    rows = dict[str, P | Replicate]()
     for path, shape in adapted_paths(model, lora, rules).items():
         name, leading = rules.layer_path(path)
         match = rules.match(path)
@@ -282,7 +319,16 @@ def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
         entries = (*spec, *(None,) * unsplit)
         rows[re.escape(name) + LORA_A] = _split(*entries[:-1], None)
         rows[re.escape(name) + LORA_B] = _split(*entries[:-2], None, entries[-1])
-    return dataclasses.replace(rules, params=(*rows.items(), *rules.params))
+    table = _rules_of_base(model, lora, rules)
+    return dataclasses.replace(table, params=(*rows.items(), *table.params))
+
+
+def _rules_of_base(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
+    """Return the rule table for the frozen parameters as they are stored."""
+    if not lora.quantize:
+        return rules
+    base = jax.eval_shape(_base_init(model, lora, rules, "float32"), abstract_key())
+    return rules_of_parts(base, rules)
 
 
 def _split(*entries: Any) -> P | Replicate:

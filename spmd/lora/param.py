@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.model_interface.wrapped_param import WrappedParam, has_fetched, operand_of, start_layer
+from spmd.model_interface.wrapped_param import (
+    WrappedParam,
+    has_fetched,
+    is_stored,
+    operand_of,
+    start_layer,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +40,10 @@ class LoRAParam(WrappedParam):
         change = jnp.einsum(
             "...ir,...ro->...io", self.a, self.b, preferred_element_type=jnp.float32
         )
-        return (self.base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
+        base = self.base
+        if is_stored(base):
+            base = base.decoded(jnp.float32)
+        return (base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
 
     @property
     def is_fetched(self) -> bool:

@@ -132,6 +132,8 @@ class ModelInfo:
         merged: Paths in `frozen` that reach the module merged with an adapter. The others are used
             unchanged: in stacked layers they may be in host memory, and a pipeline may split them,
             like parameters.
+        stored_as: Path of a frozen parameter in the module → the path in `frozen` of its codes, if it
+            is stored in another form (`spmd.model_interface.wrapped_param.StoredParam`).
         position_aware: Whether the model reads the positions of its tokens
             (`spmd.layers.zigzag`), so that their order may change.
         matrices: Path of a kernel → its inputs and outputs, where its layer declares them.
@@ -165,6 +167,7 @@ class ModelInfo:
     linear: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     merged: frozenset[str] = frozenset()
+    stored_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
     matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)
     no_matrix: Mapping[str, str] = dataclasses.field(default_factory=dict)
     added: frozenset[str] = frozenset()
@@ -175,6 +178,11 @@ class ModelInfo:
     padding_aware: bool = False
     step_variables: frozenset[str] = frozenset()
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def is_stored_part(self, path: str) -> bool:
+        """Return whether a frozen variable is an array of a parameter in another form."""
+        parents = {codes.rpartition("/")[0] for codes in self.stored_as.values()}
+        return path.rpartition("/")[0] in parents
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Self
 
 import jax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 
@@ -63,6 +64,67 @@ class RiddenParam(WrappedParam):
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
         """Return the addend of the parameter itself."""
         return addend_of(self.base, x)
+
+
+class StoredParam(WrappedParam):
+    """A parameter stored in another form than it is computed in: a node of a tree of arrays.
+
+    Its arrays are sharded, saved and gathered as they are; the gathered ones are decoded.
+    """
+
+    @abc.abstractmethod
+    def abstract_param(self) -> jax.ShapeDtypeStruct:
+        """Return the parameter that is stored, sharded as its codes are."""
+
+    @abc.abstractmethod
+    def stored(self, param: Array) -> Self:
+        """Return a parameter in this form, each array sharded as the one here."""
+
+    @abc.abstractmethod
+    def specs_by(self, spec: P) -> Self:
+        """Return the spec of each array for a spec of the parameter."""
+
+    @abc.abstractmethod
+    def decoded(self, dtype: Any) -> Array:
+        """Return the parameter."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the parameter."""
+        return len(self.shape)
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the parameter without a cast."""
+
+
+def is_stored(x: Any) -> bool:
+    """Return whether a node of a tree is a `StoredParam`; for `is_leaf`."""
+    return isinstance(x, StoredParam)
+
+
+def abstract_params(tree: Any) -> Any:
+    """Return a tree of abstract arrays with the parameters in place of their stored forms."""
+
+    def plain(x: Any) -> Any:
+        if is_stored(x):
+            return x.abstract_param()
+        return x
+
+    return jax.tree.map(plain, tree, is_leaf=is_stored)
+
+
+def store_as(like: Any, param: Array) -> Any:
+    """Return a parameter as it is stored at a place: as it is, or in the form that is there."""
+    if is_stored(like):
+        return like.stored(param)
+    return param
 
 
 def has_fetched(tree: Any) -> bool:

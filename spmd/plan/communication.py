@@ -91,11 +91,14 @@ def gathers(plan: ShardingPlan) -> Iterator[Transfer]:
     """Yield the gathers of parameters, then of frozen variables, in each forward pass."""
     sizes = plan.mesh.shape
     compute = plan.precision.compute
+    info = plan.model.info()
     for entry, placed in _placed_params(plan):
         param = sharded_param(placed.of_stack(), len(entry.shape))
         if not param.is_gathered:
             continue
         dtype = compute
+        if info.is_stored_part(entry.path):
+            dtype = entry.dtype
         block = 1
         codec = placed.comm.param_codec
         if codec:

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.model_interface.wrapped_param import RiddenParam
+from spmd.model_interface.wrapped_param import RiddenParam, StoredParam, is_stored
 from spmd.plan.context import constrain, current
 from spmd.plan.linear_call import linear_call
 from spmd.plan.manual import shard_map_over, split_axes
@@ -55,9 +56,10 @@ def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextM
 def prepare(kernel: jax.Array, placement: ParamPlacement | None) -> Any:
     """Return the source of both passes' gathers of a layer's parameter, for `gather_prepared`.
 
-    Only the parameter's `ParamComm` reads this tree. By default it is the parameter itself.
+    Only the parameter's `ParamComm` reads this tree. By default it is the parameter itself, as it is
+    stored.
     """
-    if placement is None:
+    if placement is None or is_stored(kernel):
         return kernel
     param = sharded_param(placement, kernel.ndim)
     if not param.prepares:
@@ -71,7 +73,7 @@ def gather_prepared(
     prepared: Any, placement: ParamPlacement | None, dtype: Any, *, ndim: int
 ) -> jax.Array:
     """Apply `gather` to the result of `prepare` of a parameter of `ndim` dimensions."""
-    if placement is None:
+    if placement is None or is_stored(prepared):
         return gather(prepared, placement, dtype)
     param = sharded_param(placement, ndim)
     if not param.prepares:
@@ -88,8 +90,11 @@ def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> j
     """Gather a layer's parameter in a dtype.
 
     The remat policy decides whether the backward pass keeps the gathered parameter. The parameter
-    is cast before the gather, unless its `ParamComm` takes it as stored.
+    is cast before the gather, unless its `ParamComm` takes it as stored. One that is stored in
+    another form is gathered so, and decoded after it.
     """
+    if is_stored(kernel):
+        return _gather_stored(kernel, placement, dtype)
     if placement is None:
         return kernel.astype(dtype)
     mesh = placement.mesh
@@ -103,6 +108,21 @@ def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> j
         local = functools.partial(param.gather, dtype=dtype)
         stored, used, _ = param.specs
         return shard_map_over(mesh, split_axes(mesh), local, stored, used)(kernel)
+
+
+def _gather_stored(stored: StoredParam, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
+    """Gather the arrays of a stored parameter as they are, and decode them."""
+    if placement is None:
+        return stored.decoded(dtype)
+
+    def split(part: jax.Array, spec: P) -> jax.Array:
+        return constrain(part, placement.mesh, spec, "a part of a layer's parameter")
+
+    with named_after(placement):
+        for spec in (placement.param_spec, placement.compute_spec):
+            stored = jax.tree.map(split, stored, stored.specs_by(spec))
+        used = stored.decoded(dtype)
+        return constrain(used, placement.mesh, placement.compute_spec, "a layer's parameter")
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:

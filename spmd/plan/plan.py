@@ -630,6 +630,10 @@ def _place_params(
     placements = {}
     for path, module in info.frozen.items():
         placements[module] = place(path)
+    for module, path in info.stored_as.items():
+        placement = dataclasses.replace(place(path), recipe=recipes.get(module))
+        # A backward pass decodes again: decoded parameters would take the memory that codes spare.
+        placements[module] = dataclasses.replace(placement, save_gathered=False)
     for path in (*info.frozen, *inputs.weights):
         if path not in info.merged:
             placements[path] = place(path)

@@ -69,7 +69,7 @@ class ExternalState:
         if not isinstance(origin, Mapping) or not {"path", "digest"} <= origin.keys():
             problem = Problem(self.path, "is missing, and the checkpoint does not say where it is")
             raise CheckpointError("Nothing was restored:", [problem])
-        loaded = self._load(origin, below)
+        loaded = self._load(origin, tree.branch(state, self.path))
         digest = digest_arrays(loaded)
         if digest != origin["digest"]:
             what = "has not the parameters that it had when this run began"
@@ -79,12 +79,10 @@ class ExternalState:
         filled: S = tree.map_with_path(lambda path, leaf: loaded.get(path, leaf), state)
         return filled
 
-    def _load(self, origin: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the arrays; `below` has abstract ones, by their paths in the state."""
-        prefix = f"{self.path}/"
-        abstract = tree.nested({path.removeprefix(prefix): leaf for path, leaf in below.items()})
+    def _load(self, origin: Mapping[str, Any], abstract: Any) -> dict[str, Any]:
+        """Load the arrays, by their paths in the state."""
         loaded = tree.flatten(self.load(origin, abstract))
-        return {prefix + path: leaf for path, leaf in loaded.items()}
+        return {f"{self.path}/{path}": leaf for path, leaf in loaded.items()}
 
     def _below(self, state: Any) -> dict[str, Any]:
         return self.optional.below(tree.flatten(state))

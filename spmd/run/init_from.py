@@ -18,6 +18,8 @@ from spmd.hf.folder import CONFIG, HFFolder, open_folder
 from spmd.hf.load import check_published, load_model
 from spmd.hf.sidecar_files import ORIGINAL, copy_origin
 from spmd.lora.adapters import BASE
+from spmd.lora.quantized_base import store_base
+from spmd.model_interface.wrapped_param import abstract_params
 from spmd.run.build import TrainSetup
 from spmd.run.config import TrainConfig, config_difference, config_values
 from spmd.run.load_config import other_config
@@ -79,7 +81,8 @@ def initial_state(setup: TrainSetup) -> TrainState:
         return init_state(plan, config.seed)
     location = locate(config.init)
     if is_run(location):
-        params = read_params(location, _model_params(setup), trained=True)
+        stored = _model_params(setup)
+        params = store_base(read_params(location, abstract_params(stored), trained=True), stored)
         variables = read_variables(location, _model_variables(setup))
     else:
         with _open_hf(setup, location) as found:

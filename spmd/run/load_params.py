@@ -19,7 +19,9 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
 from spmd.lora.adapters import BASE, with_adapters
+from spmd.lora.quantized_base import decode_base, store_base
 from spmd.model_interface.model import PRNG, Model, abstract_key
+from spmd.model_interface.wrapped_param import abstract_params, is_stored
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import build_model, build_optimizer, build_precision
@@ -30,6 +32,7 @@ from spmd.run.run_dir import RunDir
 from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
+from spmd.sharding.rules import audit_spec
 from spmd.storage.address import Location, address_of, is_address, locate
 from spmd.training.evaluated_params import (
     EvaluationPoint,
@@ -88,7 +91,8 @@ def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
         problem = Problem(str(path), "is not there", why, "put the folder back, or a link to it")
         raise CheckpointError("Nothing was restored:", [problem])
     if origin.get("step") is not None:
-        return read_params(path, abstract, origin["step"], trained=True)
+        params = read_params(path, abstract_params(abstract), origin["step"], trained=True)
+        return store_base(params, abstract)
     with open_folder(path) as found:
         return load_published(found, abstract)
 
@@ -176,7 +180,7 @@ def read_params(
     if lora.targets:
         mesh = jax.tree.leaves(abstract)[0].sharding.mesh
         own = _abstract_adapters(model, stored, mesh)
-        variables[BASE] = _stored(abstract, _base_dtype(model))
+        variables[BASE] = _stored_base(model, abstract)
     else:
         own = _stored(abstract, stored)
     point = _point(config, own, trained)
@@ -187,7 +191,7 @@ def read_params(
         )
     if lora.targets:
         # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
-        base = place_params(variables[BASE], abstract)
+        base = place_params(decode_base(variables[BASE], abstract), abstract)
         merge = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)
         params = merge(base, params)
     return place_params(params, abstract)
@@ -205,11 +209,28 @@ def read_variables(run: Location, abstract: Any, step: int | None = None) -> Any
     return restored["variables"]
 
 
-def _base_dtype(model: Model) -> Any:
-    """Return the dtype of a model's frozen parameters."""
+def _stored_base(model: Model, abstract: Any) -> Any:
+    """Return a model's frozen parameters as they are stored, sharded as `abstract` is.
+
+    Matrices of codes or scales that this mesh does not divide are whole on each device.
+    """
     key = jax.random.key(0, impl=PRNG)
-    variables = jax.eval_shape(model.init_variables, key)
-    return jax.tree.leaves(variables[BASE])[0].dtype
+    base = jax.eval_shape(model.init_variables, key)[BASE]
+
+    def place(param: jax.ShapeDtypeStruct, like: Any) -> Any:
+        mesh, spec = param.sharding.mesh, param.sharding.spec
+        specs = like.specs_by(spec) if is_stored(like) else spec
+
+        def part(array: Any, spec: P) -> jax.ShapeDtypeStruct:
+            if audit_spec("", array.shape, spec, mesh.shape, ""):
+                spec = P(*spec[:-2])
+            return jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=NamedSharding(mesh, spec)
+            )
+
+        return jax.tree.map(part, like, specs)
+
+    return jax.tree.map(place, abstract, base)
 
 
 def read_adapters(

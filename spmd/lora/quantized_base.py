@@ -1,0 +1,220 @@
+"""Quantize the frozen parameters beside adapters (QLoRA): which, how, and their rules."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.lora.quantized_param import QuantizedParam, quantize_param
+from spmd.lora.weight_formats import FORMATS, WeightFormat
+from spmd.model_interface.model import Model, abstract_key
+from spmd.model_interface.wrapped_param import is_stored, store_as
+from spmd.settings.quantize import PLAIN, parse_table
+from spmd.sharding.layer_paths import dims_of
+from spmd.sharding.patterns import PatternError, compile_pattern
+from spmd.sharding.rules import Replicate, Rules, matches, replicate
+
+_FIELD = "lora.quantize"
+_SMALL = "one number for many weights"
+
+
+def table_problems(table: str) -> list[Problem]:
+    """Return a problem for each row without a pattern, or with an unknown format."""
+    known = (*FORMATS, PLAIN)
+    problems = []
+    for pattern, name in parse_table(table):
+        if name not in known:
+            fix = did_you_mean(name, known)
+            problems.append(Problem(_FIELD, f"names the format {name!r}", fix=fix))
+        if not pattern:
+            fix = "PATTERN=FORMAT, such as mlp/.*=nf4"
+            problems.append(Problem(_FIELD, f"has a row without a pattern: '={name}'", fix=fix))
+        try:
+            compile_pattern(pattern)
+        except PatternError as error:
+            what = f"has the pattern {pattern!r}, which is no regular expression: {error}"
+            problems.append(Problem(_FIELD, what))
+    return problems
+
+
+def find_formats(model: Model, table: str, rules: Rules) -> dict[str, WeightFormat]:
+    """Return path → format of the kernels that are quantized.
+
+    They are kernels `[in, out]` between layers, as their layers declare them: no lookup, and no
+    logits.
+
+    Args:
+        table: A format for all of them, or rows `PATTERN=FORMAT,…`; the first match decides.
+
+    Raises:
+        ConfigError: A row matches no such kernel that no row before matches, or the inputs of one
+            are no whole blocks.
+    """
+    if not table:
+        return {}
+    rules = rules.with_recorded(model.info().stacks)
+    shapes = _kernel_shapes(model, rules)
+    names = {path: rules.layer_path(path)[0] for path in shapes}
+    problems = list[Problem]()
+    chosen = dict[str, WeightFormat | None]()
+    for pattern, name in parse_table(table):
+        found = [path for path in shapes if compile_pattern(pattern).fullmatch(names[path])]
+        new = [path for path in found if path not in chosen]
+        if not new:
+            problems.append(_unused_row(pattern, name, found, names))
+        chosen |= dict.fromkeys(new, FORMATS.get(name))
+    formats = dict[str, WeightFormat]()
+    for path, weight_format in chosen.items():
+        if weight_format is not None:
+            formats[path] = weight_format
+            problems += _block_problems(names[path], shapes[path], weight_format)
+    if problems:
+        raise ConfigError("The frozen parameters cannot be quantized:", problems)
+    return formats
+
+
+def _kernel_shapes(model: Model, rules: Rules) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of kernels `[..., in, out]`, by path."""
+    info = model.info()
+    shapes = dict[str, tuple[int, ...]]()
+    for path, leaf in tree.flatten(jax.eval_shape(model.init, abstract_key())).items():
+        matrix = info.matrices.get(path)
+        if matrix is None or path in info.no_matrix:
+            continue
+        stacked = list(dims_of(path, rules.stacks))
+        ndim = len(leaf.shape) - len(stacked)
+        is_last = matrix.inputs == (ndim - 2,) and matrix.outputs == (ndim - 1,)
+        if is_last and stacked == list(range(len(stacked))):
+            shapes[path] = tuple(leaf.shape)
+    return shapes
+
+
+def _unused_row(pattern: str, name: str, found: Sequence[str], names: Mapping[str, str]) -> Problem:
+    """Return the problem of a row without a kernel of its own."""
+    row = f"{_FIELD}, row {pattern + '=' + name!r}"
+    if found:
+        return Problem(row, "is never used: rows before it match the same kernels")
+    fix = did_you_mean(pattern, sorted(set(names.values())))
+    return Problem(row, "matches no kernel [in, out] between layers", fix=fix)
+
+
+def _block_problems(name: str, shape: Sequence[int], weight_format: WeightFormat) -> list[Problem]:
+    """Return a problem if a kernel's inputs are no whole blocks."""
+    inputs = shape[-2]
+    block = weight_format.block
+    if not block or inputs % block == 0:
+        return []
+    what = f"has inputs that are no whole blocks of {weight_format.name}"
+    detail = f"{inputs} / {block} = {inputs / block:.4g}"
+    fix = f'{_FIELD}="{name}=int8,…", whose scale is of all inputs, or {name}={PLAIN}'
+    return [Problem(name, what, detail, fix)]
+
+
+def quantize_base(base: Any, formats: Mapping[str, WeightFormat], dtype: str, model: Model) -> Any:
+    """Return frozen parameters with the quantized ones as `QuantizedParam`s.
+
+    Args:
+        dtype: Dtype of the parameters without a cast.
+    """
+    info = model.info()
+
+    def place(path: str, param: Any) -> Any:
+        if path not in formats:
+            return param
+        takes_codes = path in info.wrappable
+        return quantize_param(param, formats[path], dtype=dtype, takes_codes=takes_codes)
+
+    return tree.map_with_path(place, base)
+
+
+def store_base(params: Any, like: Any) -> Any:
+    """Return loaded parameters as they are stored in a tree of abstract arrays."""
+    return jax.tree.map(lambda param, stored: store_as(stored, param), params, like)
+
+
+def decode_base(base: Any, like: Any) -> Any:
+    """Return frozen parameters of a run, the quantized ones decoded into the arrays of `like`."""
+
+    def decode(wanted: jax.ShapeDtypeStruct, param: Any) -> Any:
+        if not is_stored(param):
+            return param
+        run = jax.jit(lambda stored: stored.decoded(wanted.dtype), out_shardings=wanted.sharding)
+        return run(param)
+
+    return jax.tree.map(decode, like, base)
+
+
+def start_base(base: Any, model: Model) -> Any:
+    """Return the frozen parameters for a forward pass.
+
+    Codes are decoded here where no layer decodes its own: outside of stacks that are run layer by
+    layer.
+    """
+    runs_by_layer = model.layered() is not None
+    stacks = model.info().stacks or {}
+
+    def start(path: str, param: Any) -> Any:
+        if not is_stored(param) or param.takes_codes:
+            return param
+        if runs_by_layer and dims_of(path, stacks):
+            return param
+        return param.at_layer()
+
+    return tree.map_with_path(start, base, is_leaf=is_stored)
+
+
+def rules_of_parts(base: Any, rules: Rules) -> Rules:
+    """Return a table for frozen parameters of which some are quantized.
+
+    Codes and scales of blocks are split as the parameter is, by its row; what else a format has
+    has a row of its own.
+
+    Args:
+        base: The abstract frozen parameters, by the paths of the model.
+    """
+    stored = dict[str, QuantizedParam]()
+    for path, param in tree.flatten(base, is_leaf=is_stored).items():
+        if is_stored(param):
+            stored[path] = param
+    own = dict[str, P | Replicate]()
+    for path, param in stored.items():
+        match = rules.match(path)
+        if match is not None:  # the plan reports what no rule matches
+            name, stacked = rules.layer_path(path)
+            own |= _own_rows(name, _of_layer(param, len(stacked)), match.requested)
+    rows = []
+    for pattern, value in rules.params:
+        if any(matches(pattern, path, rules.stacks) for path in stored):
+            pattern = f"(?:{pattern})(?:/codes|/scale)?"
+        rows.append((pattern, value))
+    return dataclasses.replace(rules, params=(*own.items(), *rows))
+
+
+def _own_rows(
+    name: str, layer: QuantizedParam, requested: P | Replicate
+) -> dict[str, P | Replicate]:
+    """Return rows for the arrays that are not split as their parameter is."""
+    rows: dict[str, P | Replicate] = {}
+    spec = P() if isinstance(requested, Replicate) else requested
+    specs = layer.specs_by(spec)
+    whole = specs.codes
+    for part, own in tree.flatten(specs, is_leaf=lambda x: isinstance(x, P)).items():
+        if own == whole:
+            continue
+        pattern = re.escape(f"{name}/{part}")
+        rows[pattern] = own if any(own) else replicate(_SMALL)
+    return rows
+
+
+def _of_layer(param: QuantizedParam, stacked: int) -> QuantizedParam:
+    """Return the abstract arrays of one layer."""
+
+    def layer(part: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(part.shape[stacked:], part.dtype)
+
+    return jax.tree.map(layer, param)
