@@ -24,6 +24,9 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import in_scope
 from spmd.plan.sharded_param import sharded_param
 from spmd.precision import cast_floats
+from spmd.sharding.collectives import gather_dims
+from spmd.sharding.dims import spec_dims
+from spmd.sharding.local_layout import LocalLayout
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
@@ -114,15 +117,25 @@ def _gather_stored(stored: StoredParam, placement: ParamPlacement | None, dtype:
     """Gather the arrays of a stored parameter as they are, and decode them."""
     if placement is None:
         return stored.decoded(dtype)
+    mesh = placement.mesh
+    kept = stored.specs_by(placement.param_spec)
+    used = stored.specs_by(placement.compute_spec)
+    axes = split_axes(mesh)
 
-    def split(part: jax.Array, spec: P) -> jax.Array:
-        return constrain(part, placement.mesh, spec, "a part of a layer's parameter")
+    def gather_part(part: jax.Array, kept: P, used: P) -> jax.Array:
+        part = constrain(part, mesh, kept, "a part of a layer's parameter")
+        dims = spec_dims(used, part.ndim, axes)
+        layout = LocalLayout(spec_dims(kept, part.ndim, axes), dims, dims, mesh)
+        if not layout.is_gathered:
+            return constrain(part, mesh, used, "a part of a layer's parameter")
+        # In a manual region: of a constraint the partitioner may make a gather of what is decoded.
+        local = functools.partial(gather_dims, mesh=mesh, dims=layout.gathers)
+        stored_spec, used_spec, _ = layout.specs
+        return shard_map_over(mesh, axes, local, stored_spec, used_spec)(part)
 
     with named_after(placement):
-        for spec in (placement.param_spec, placement.compute_spec):
-            stored = jax.tree.map(split, stored, stored.specs_by(spec))
-        used = stored.decoded(dtype)
-        return constrain(used, placement.mesh, placement.compute_spec, "a layer's parameter")
+        whole = jax.tree.map(gather_part, stored, kept, used).decoded(dtype)
+        return constrain(whole, mesh, placement.compute_spec, "a layer's parameter")
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:

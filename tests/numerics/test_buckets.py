@@ -165,7 +165,7 @@ def test_a_write_whose_answer_is_lost_is_the_writers_own(s3, key):
         assert objects.replace("one", b"mine, later", found.version) is None
 
 
-@pytest.mark.parametrize("fault", ["refuse", "cut", "lose"])
+@pytest.mark.parametrize("fault", soak_but(["refuse", "cut", "lose"], "lose"))
 def test_requests_are_repeated_while_the_store_does_not_answer(s3, key, fault):
     said = []
     with FaultProxy(s3, fault, times=9) as proxy:

@@ -1,0 +1,307 @@
+"""Frozen parameters in 4 or 8 bits: their codes, the numbers of the decoded parameters, the same on every mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.analysis.collective_audit import audit_collectives
+from spmd.errors import ConfigError, RuleError
+from spmd.gradients.losses import next_token_loss
+from spmd.lora.adapters import BASE, LoRAConfig, lora_rules, with_lora
+from spmd.lora.quantized_base import store_base
+from spmd.lora.weight_formats import FORMATS
+from spmd.model_interface.model import Model
+from spmd.model_interface.wrapped_param import abstract_params, is_stored
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan import flax
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.sharding.rules import Rules, replicate
+from spmd.training.batch import place_batch
+from spmd.training.state import TrainState, init_state
+from spmd.training.step import TrainStep, make_train_step
+from tests import tiny
+
+CONFIG = dataclasses.replace(tiny.CONFIG, d_model=128, d_ff=256)
+TARGETS = ("attention/(q|v)_proj/kernel", "mlp/down_proj/kernel")
+NF4 = LoRAConfig(targets=TARGETS, rank=4, quantize="nf4")
+STEPS = 3
+
+
+class Regression(nnx.Module):
+    """Three layers of Flax, which know of no codes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(128, 256, rngs=rngs)
+        self.middle = nnx.Linear(256, 128, rngs=rngs)
+        self.out = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(nnx.relu(self.middle(nnx.relu(self.up(x)))))
+
+
+RULES_OF_REGRESSION = Rules(
+    [("(up|middle|out)/kernel", P("fsdp", "tensor")), (".*/bias", replicate("small"))]
+)
+
+
+@functools.cache
+def regression() -> Model:
+    return flax.from_nnx(lambda rngs: Regression(rngs))
+
+
+def squares(model: Model):
+    """The loss of a model of functions: the mean of squared errors."""
+
+    def loss_fn(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+        outputs, after = model.forward(params, variables, key, batch["x"], train=True)
+        errors = (outputs - batch["y"]) ** 2
+        return {"loss": errors.sum(), "weight": jnp.float32(errors.size)}, after
+
+    return loss_fn
+
+
+def batch_of(name: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    if name == "regression":
+        x = rng.normal(size=(8, 128)).astype(np.float32)
+        return {"x": x, "y": rng.normal(size=(8, 64)).astype(np.float32)}
+    tokens = rng.integers(0, CONFIG.vocab, (8, 17)).astype(np.int32)
+    weights = np.ones((8, 16), np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def base_model(name: str) -> tuple[Model, Rules]:
+    if name == "regression":
+        return regression(), RULES_OF_REGRESSION
+    return tiny.model(CONFIG), LLAMA
+
+
+@functools.cache
+def adapted(name: str, lora: LoRAConfig) -> Model:
+    model, rules = base_model(name)
+    return with_lora(model, lora, rules)
+
+
+@functools.cache
+def plan(name: str, lora: LoRAConfig, options: tuple = (), **sizes: int) -> ShardingPlan:
+    model, rules = base_model(name)
+    table = lora_rules(model, lora, rules)
+    low = adapted(name, lora)
+    return make_plan(tiny.mesh(**sizes), table, low, optax.sgd(0.3, momentum=0.9), **dict(options))
+
+
+@functools.cache
+def step_of(name: str, of: ShardingPlan) -> TrainStep:
+    loss_fn = squares(of.model) if name == "regression" else next_token_loss(of.model)
+    return make_train_step(of, loss_fn)
+
+
+def trained(name: str, of: ShardingPlan, variables: Any = None) -> tuple[TrainState, list[float]]:
+    """The state after some steps, and the loss of each."""
+    step = step_of(name, of)
+    state = init_state(of, 0, variables=variables)
+    batch = place_batch(of, batch_of(name))
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@functools.cache
+def parameters(name: str) -> Any:
+    """Random parameters of a model; a step takes arrays for its own, so these are of the host."""
+    model, _ = base_model(name)
+    return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+
+
+def stored(name: str, lora: LoRAConfig, options: tuple = (), **sizes: int) -> Any:
+    """These parameters as a plan stores them."""
+    like = plan(name, lora, options, **sizes).abstract_variables[BASE]
+
+    def place(param: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(param, abstract.sharding)
+
+    placed = jax.tree.map(place, parameters(name), abstract_params(like))
+    return store_base(placed, like)
+
+
+def decoded(base: Any) -> Any:
+    """The frozen parameters that a model computes with, on one device."""
+
+    def decode(param: Any) -> jax.Array:
+        if is_stored(param):
+            param = param.decoded(jnp.float32)
+        return jnp.asarray(np.asarray(param))
+
+    return jax.tree.map(decode, base, is_leaf=is_stored)
+
+
+def expected(name: str, lora: LoRAConfig) -> tuple[TrainState, list[float]]:
+    """Training on one device beside the decoded parameters, without any codes."""
+    plain = dataclasses.replace(lora, quantize="")
+    start = decoded(stored(name, lora))
+    return trained(name, plan(name, plain), {BASE: start})
+
+
+def distance(ours: tuple[TrainState, list[float]], theirs: tuple[TrainState, list[float]]) -> float:
+    """The largest difference of losses and adapters, relative to the largest of each."""
+    found = []
+    for a, b in zip(
+        jax.tree.leaves((ours[0].params, ours[1])),
+        jax.tree.leaves((theirs[0].params, theirs[1])),
+        strict=True,
+    ):
+        scale = np.abs(np.asarray(b)).max()
+        found.append(float(np.abs(np.asarray(a) - np.asarray(b)).max() / scale))
+    return max(found)
+
+
+MIXED = LoRAConfig(
+    targets=("(up|middle|out)/kernel",),
+    rank=4,
+    quantize="up/kernel=nf4,middle/kernel=mxfp4,out/kernel=bf16",
+)
+INT8 = dataclasses.replace(NF4, quantize="attention/.*=int8,mlp/.*=mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "options", "sizes"),
+    [
+        ("llama", NF4, (), {"fsdp": 2, "tensor": 2}),
+        ("regression", MIXED, (), {"fsdp": 2, "tensor": 2}),
+        pytest.param("llama", INT8, (), {"data": 2, "fsdp": 2}, marks=pytest.mark.soak),
+        pytest.param("llama", NF4, (("zero", 1),), {"fsdp": 2}, marks=pytest.mark.soak),
+        pytest.param(
+            "llama",
+            NF4,
+            (("remat", "full"), ("offload", ("params",))),
+            {"fsdp": 2},
+            marks=pytest.mark.soak,
+        ),
+        pytest.param("llama", NF4, (), {"sequence": 2, "tensor": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_it_trains_as_beside_the_decoded_parameters(
+    name: str, lora: LoRAConfig, options: tuple, sizes: dict[str, int]
+) -> None:
+    """Losses and adapters are those of plain LoRA on one device, whose parameters are the decoded ones."""
+    layout = plan(name, lora, options, **sizes)
+    ours = trained(name, layout, {BASE: stored(name, lora, options, **sizes)})
+    assert distance(ours, expected(name, lora)) < 1e-5
+    assert ours[1][-1] < ours[1][0]
+
+
+def test_control_the_parameters_themselves_train_otherwise() -> None:
+    """Beside the parameters before they were coded, losses differ by more than a thousand times the bar."""
+    plain = dataclasses.replace(MIXED, quantize="")
+    start = jax.tree.map(jnp.asarray, parameters("regression"))
+    other = trained("regression", plan("regression", plain), {BASE: start})
+    assert distance(other, expected("regression", MIXED)) > 1e-2
+
+
+def test_codes_are_equal_on_every_mesh() -> None:
+    """Bits are those of one device, however the parameter was split when it was encoded."""
+    one = tree.flatten(stored("llama", NF4))
+    base = stored("llama", NF4, fsdp=2, tensor=2)
+    many = tree.flatten(base)
+    for path, array in one.items():
+        np.testing.assert_array_equal(np.asarray(many[path]), np.asarray(array), err_msg=path)
+    split = base["layers"]["attention"]["q_proj"]["kernel"]
+    assert split.codes.sharding.shard_shape(split.codes.shape) == (2, 32, 64)
+    assert split.scale.sharding.shard_shape(split.scale.shape) == (2, 1, 64)
+
+
+def test_a_layer_gathers_codes_and_keeps_none_decoded() -> None:
+    """Of a kernel only bytes are gathered, in the forward pass and again in the backward pass."""
+    layout = plan("llama", NF4, fsdp=2, tensor=2)
+    shapes = {leaf.path: leaf for leaf in layout.variables}
+    codes = shapes["base/layers/attention/q_proj/kernel/codes"]
+    assert (codes.dtype, codes.bytes_per_device) == ("uint8", 2 * 64 * 128 // 4)
+    step = step_of("llama", layout)
+    state = init_state(layout, 0, variables={BASE: stored("llama", NF4, fsdp=2, tensor=2)})
+    step(state, place_batch(layout, batch_of("llama")))
+    audit = audit_collectives(step.programs[-1], layout.mesh, plan=layout)
+    assert not audit.broken
+    gathers = [record for record in audit.records if record.kind == "all-gather"]
+    of_kernels = [
+        record for record in gathers if record.over == "fsdp" and "_proj" in str(record.cause)
+    ]
+    assert {record.dtype for record in of_kernels} == {"u8"}
+    gathered = 0
+    for leaf in layout.variables:
+        if leaf.path.endswith(("kernel/codes", "kernel/scale")):
+            gathered += leaf.bytes_per_device * layout.mesh.shape["fsdp"]
+    assert sum(record.bytes for record in of_kernels) == 2 * gathered
+
+
+def test_formats_are_the_published_ones() -> None:
+    """MXFP4 is E2M1 as ml_dtypes rounds it; a code and its number are each other's; zeros stay zeros."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(128, 24)), jnp.float32)
+    mxfp4 = FORMATS["mxfp4"]
+    parts = mxfp4.encode(weight)
+    scale = 2.0 ** (np.asarray(parts.scale, np.int32) - 127)
+    blocks = np.asarray(weight).reshape(4, 32, 24) / scale[:, None]
+    rounded = blocks.astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale[:, None]
+    np.testing.assert_array_equal(mxfp4.decode(parts, jnp.float32), rounded.reshape(128, 24))
+    assert np.abs(blocks).max() >= 4  # of the largest the exponent is that of 6
+    bounds = {"nf4": 0.16, "mxfp4": 0.26, "int8": 1 / 254}
+    for name, weight_format in FORMATS.items():
+        parts = weight_format.encode(weight)
+        once = weight_format.decode(parts, jnp.float32)
+        error = np.abs(np.asarray(once - weight)).max() / np.abs(np.asarray(weight)).max()
+        assert 1e-4 < error < bounds[name], name
+        again = weight_format.decode(weight_format.encode(once), jnp.float32)
+        assert np.mean(np.abs(again - once)) < 2e-3 * np.mean(np.abs(weight)), name
+        zeros = weight_format.decode(weight_format.encode(0 * weight), jnp.float32)
+        assert not np.asarray(zeros).any(), name
+
+
+def test_normal_float_is_as_published() -> None:
+    """Its values are quantiles of a normal distribution, halved at zero (QLoRA, equation 4 and appendix E)."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(512, 64)), jnp.float32)
+    parts = FORMATS["nf4"].encode(weight)
+    codes = np.asarray(parts.codes)
+    counts = np.bincount(np.concatenate([codes & 15, codes >> 4]).ravel(), minlength=16)
+    assert counts.min() > counts.max() / 6  # every code has its share
+    scale = np.abs(np.asarray(weight)).reshape(8, 64, 64).max(axis=1)
+    outer = np.repeat(np.asarray(parts.outer_scale), 256)[:512].reshape(64, 8).T
+    offset = float(parts.offset)
+    np.testing.assert_allclose(offset, scale.mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.abs(scale.T.ravel() - offset).reshape(2, 256).max(1), outer.T.ravel()[::256]
+    )
+    decoded_weight = np.asarray(FORMATS["nf4"].decode(parts, jnp.float32))
+    largest = np.abs(decoded_weight).reshape(8, 64, 64).max(axis=1)
+    # 7 bits between offset and the largest difference: its last decade has 64 numbers
+    assert np.abs(largest - scale).max() < outer.max() * 0.9 / 64
+
+
+def test_what_cannot_be_quantized_is_said_at_once() -> None:
+    """Unknown formats, rows of no kernel or of kernels of rows before, and inputs of no whole blocks."""
+    with pytest.raises(ConfigError, match=r"names the format 'nf3'") as error:
+        LoRAConfig(targets=("kernel",), quantize="nf3,mlp/(=nf4")
+    assert "targets" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"lora\.targets: is empty"):
+        LoRAConfig(quantize="nf4")
+    table = "norm/scale=nf4,attention/.*=nf4,attention/q_proj/kernel=int8"
+    with pytest.raises(ConfigError) as error:
+        with_lora(tiny.model(CONFIG), dataclasses.replace(NF4, quantize=table), LLAMA)
+    assert "row 'norm/scale=nf4': matches no kernel" in str(error.value)
+    assert "rows before it match the same kernels" in str(error.value)
+    narrow = dataclasses.replace(CONFIG, d_model=96, heads=4, kv_heads=4)
+    with pytest.raises(ConfigError, match=r"96 / 64 = 1\.5"):
+        with_lora(tiny.model(narrow), NF4, LLAMA)
+    with pytest.raises(RuleError, match=r"kernel/scale.*cannot split dimension 1"):
+        plan("llama", NF4, fsdp=8)
