@@ -21,7 +21,7 @@ import spmd
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
 from spmd.hf.family import family_for
-from spmd.lora.adapters import LoRAConfig
+from spmd.lora.config import LoRAConfig
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.planned_step import estimate_step
 

@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.losses import LossFn, ModelLoss, classification_loss, next_token_loss
-from spmd.lora.adapters import LoRAConfig, lora_rules, with_lora
+from spmd.lora.adapters import lora_rules, with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.model_interface.model import Model
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.sharding.rules import Rules, replicate

@@ -21,7 +21,12 @@ from spmd.layers.linear_recipes import (
 from spmd.layers.lm_head import LazyLogits, is_lazy, plus_bias
 from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
-from spmd.model_interface.wrapped_param import addend_of, is_stored, operand_of, rider_of
+from spmd.model_interface.wrapped_param import (
+    complete_product,
+    is_stored,
+    operand_of,
+    rider_of,
+)
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import (
     ParamPlacement,
@@ -246,7 +251,7 @@ class _Products:
 def _multiplied(
     x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0
 ) -> tuple[Array, ...]:
-    """Return the product with each kernel, plus the addend of a technique, such as an adapter's.
+    """Return the product with each kernel, completed by its technique, such as an adapter.
 
     With a `head`, its width, heads are a dimension of their own on TPUs: XLA can then lay out the
     product as attention needs it, without a copy.
@@ -267,11 +272,11 @@ def _multiplied(
         if splits_heads:
             y = y.reshape(*x.shape[:-1], -1)
         ys.append(y)
-    added = []
-    for value, placed in zip(values, how.placed, strict=True):
+    completed = []
+    for value, y, placed in zip(values, ys, how.placed, strict=True):
         with named_after(placed):
-            added.append(addend_of(value, x))
-    return tuple(map(_add_if_any, ys, added))
+            completed.append(complete_product(value, y, x))
+    return tuple(completed)
 
 
 def _splits_heads(kernels: Sequence[Array], how: _Products, head: int) -> bool:
@@ -285,12 +290,6 @@ def _splits_heads(kernels: Sequence[Array], how: _Products, head: int) -> bool:
 def _split_dim(x: Array, dim: int, size: int) -> Array:
     """Split a dimension into two, the second of a size."""
     return x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
-
-
-def _add_if_any(y: Array, change: Array | None) -> Array:
-    if change is None:
-        return y
-    return y + change
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

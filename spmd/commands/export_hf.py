@@ -27,7 +27,7 @@ from spmd.model_interface.model import abstract_key
 from spmd.precision import cast_floats
 from spmd.run.build import build_base_model, build_precision
 from spmd.run.config import TrainConfig
-from spmd.run.load_params import is_run, read_adapters, read_params, read_variables
+from spmd.run.load_params import is_run, read_adapters, read_magnitudes, read_params, read_variables
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
 from spmd.storage.address import locate
@@ -129,7 +129,10 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
         )
         raise ConfigError("Nothing was exported:", [problem])
     start_devices(_devices(command, config), command)
-    adapters = read_adapters(run, _mesh(), command.step, trained=command.trained)
+    if config.lora.dora:
+        adapters = read_magnitudes(run, _abstract(config), command.step, trained=command.trained)
+    else:
+        adapters = read_adapters(run, _mesh(), command.step, trained=command.trained)
     base = ""
     if config.init and not is_run(locate(config.init)):
         base = str(local_path(config.init).absolute())

@@ -4,7 +4,7 @@ A folder has `adapter_config.json` and `adapter_model.safetensors`.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,16 @@ from spmd.hf.save import (
     whole_folder,
     write_json,
 )
-from spmd.lora.adapters import LORA_A, LORA_B, LoRAConfig
+from spmd.lora.adapters import LORA_A, LORA_B, LORA_M
+from spmd.lora.config import LoRAConfig
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-_ENDINGS = {LORA_A: "lora_A", LORA_B: "lora_B"}
+_ENDINGS = {
+    LORA_A: "lora_A.weight",
+    LORA_B: "lora_B.weight",
+    LORA_M: "lora_magnitude_vector",
+}
 
 _Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name of each tensor → path of the adapter, and the index in its stack."""
@@ -49,7 +54,8 @@ def save_adapter(
 
     Args:
         out: The folder; it must not exist.
-        adapters: Parameters of the model of `with_lora`.
+        adapters: Parameters of the model of `with_lora`, magnitudes themselves among them
+            (`spmd.lora.adapters.whole_magnitudes`).
         lora: What they were trained with.
         config: The model's config.
         shapes: Path → shape of the model's own parameters.
@@ -63,9 +69,9 @@ def save_adapter(
     leaves = tree.flatten(adapters)
     sources = tensor_sources(family.names(config), shapes)
     adapted = _adapted(leaves, sources)
-    tensors = _tensors(sorted(adapted, key=lambda source: source.path))
+    tensors = _tensors(sorted(adapted, key=lambda source: source.path), leaves)
     specs = _specs(tensors, leaves, dtype)
-    values = _config_values(adapted, lora, base)
+    values = _config_values(adapted, leaves, lora, base)
 
     def write(arrays: Iterator[np.ndarray]) -> None:
         with whole_folder(out) as folder:
@@ -104,14 +110,15 @@ def _obstacle(source: TensorSource) -> str:
     return ""
 
 
-def _tensors(sources: Iterable[TensorSource]) -> _Tensors:
-    """Return the two tensors of the adapter of each of the model's tensors."""
+def _tensors(sources: Iterable[TensorSource], leaves: Container[str]) -> _Tensors:
+    """Return the tensors of the adapter of each of the model's tensors."""
     found: _Tensors = {}
     for source in sources:
         for index, tensor in source.tensors():
             for suffix, ending in _ENDINGS.items():
-                name = f"{_PREFIX}{_module(tensor)}.{ending}.weight"
-                found[name] = source.path + suffix, index
+                path = source.path + suffix
+                if path in leaves:
+                    found[f"{_PREFIX}{_module(tensor)}.{ending}"] = path, index
     return found
 
 
@@ -139,12 +146,16 @@ def _arrays(
         yield host_slice(leaves[path], index, specs[name].dtype).T
 
 
-def _config_values(adapted: Sequence[TensorSource], lora: LoRAConfig, base: str) -> dict[str, Any]:
+def _config_values(
+    adapted: Sequence[TensorSource], leaves: Mapping[str, jax.Array], lora: LoRAConfig, base: str
+) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    modules: set[str] = set()
+    ranks: dict[str, int] = {}
     for source in adapted:
+        rank = leaves[source.path + LORA_A].shape[-1]
         for _, tensor in source.tensors():
-            modules.add(_module(tensor))
+            ranks[_module(tensor)] = rank
+    other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -154,6 +165,9 @@ def _config_values(adapted: Sequence[TensorSource], lora: LoRAConfig, base: str)
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": not all(source.mapping.layout == TRANSPOSED for source in adapted),
-        "target_modules": sorted(modules),
+        "target_modules": sorted(ranks),
+        "rank_pattern": other_ranks,
+        "use_rslora": lora.rank_stabilized,
+        "use_dora": lora.dora,
         "inference_mode": True,
     }

@@ -24,15 +24,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
-from spmd.lora.param import LoRAParam
+from spmd.errors import ConfigError, Problem
+from spmd.lora.config import LoRAConfig
+from spmd.lora.param import DoRAParam, LoRAParam
 from spmd.lora.quantized_base import (
     find_formats,
     quantize_base,
     rules_of_parts,
     start_base,
-    table_problems,
 )
+from spmd.lora.targets import Target, find_targets
 from spmd.model_interface.kernels import Matrix
 from spmd.model_interface.model import LayeredModel, Model, ModelInfo, abstract_key
 from spmd.model_interface.wrapped_param import is_stored, is_wrapped
@@ -41,100 +42,14 @@ from spmd.precision import cast_floats
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_gathered
-from spmd.sharding.patterns import PatternError, compile_pattern
-from spmd.sharding.rules import Replicate, Rules, first_path, matches, replicate
+from spmd.sharding.rules import Replicate, Rules, replicate
 
 BASE = "base"
 """The name of the frozen parameters among the variables."""
 
-LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""Endings of the names of adapters."""
+LORA_A, LORA_B, LORA_M = "_lora_a", "_lora_b", "_lora_m"
+"""Endings of the names of adapters; the last is of changes of magnitudes (DoRA)."""
 _SMALL = "a low-rank adapter is small"
-_TITLE = "Invalid adapters:"
-
-
-@dataclasses.dataclass(frozen=True)
-class LoRAConfig:
-    """Low-rank adapters of frozen parameters."""
-
-    targets: tuple[str, ...] = ()
-    """Parameters with an adapter: patterns as in a rule table. If empty, all are trained."""
-    rank: int = 8
-    """Columns of A and rows of B."""
-    alpha: float = 16.0
-    """The product of A and B is multiplied by alpha / rank."""
-    save_base: bool = False
-    """Checkpoints have the frozen parameters of init, too: the run no longer needs that folder."""
-    quantize: str = ""
-    """Store frozen kernels in fewer bits (QLoRA): nf4, mxfp4 or int8, or PATTERN=FORMAT,… with bf16
-    for those left as they are. Embeddings, logits and norms are never quantized."""
-
-    def __post_init__(self) -> None:
-        problems = check_fields(self, {"rank": "at least 1", "alpha": "finite"}, "lora.")
-        problems += table_problems(self.quantize)
-        settings = (self.rank, self.alpha, self.save_base, self.quantize)
-        if not self.targets and settings != (LoRAConfig.rank, LoRAConfig.alpha, False, ""):
-            what = "is empty, so no parameter has an adapter"
-            fix = "patterns over parameter paths, such as 'attention/(q|v)_proj/kernel'"
-            problems.append(Problem("lora.targets", what, fix=fix))
-        if not self.alpha:
-            problems.append(Problem("lora.alpha", "is 0", fix="another number, such as 16"))
-        for index, pattern in enumerate(self.targets):
-            try:
-                compile_pattern(pattern)
-            except PatternError as error:
-                what = f"{pattern!r} is not a regular expression: {error}"
-                problems.append(Problem(f"lora.targets[{index}]", what))
-        if problems:
-            raise ConfigError(_TITLE, problems)
-
-    @property
-    def scale(self) -> float:
-        """Factor of the product of A and B."""
-        return self.alpha / self.rank
-
-
-def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters with an adapter, by path."""
-    shapes = dict[str, tuple[int, ...]]()
-    for path, leaf in tree.flatten(_abstract(model)).items():
-        shapes[path] = tuple(leaf.shape)
-    found = dict[str, tuple[int, ...]]()
-    problems = list[Problem]()
-    rules = rules.with_recorded(model.info().stacks)
-    for index, pattern in enumerate(lora.targets):
-        where = f"lora.targets[{index}]"
-        targets = [path for path in shapes if matches(pattern, path, rules.stacks)]
-        if not targets:
-            names = [rules.layer_path(path)[0] for path in shapes]
-            fix = first_path(pattern, model.info().tied, rules.stacks)
-            fix = fix or did_you_mean(pattern, names)
-            problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=fix))
-        for path in targets:
-            shape = shapes[path]
-            stacked = dims_of(path, rules.stacks)
-            problems += _target_problems(where, path, shape, stacked, lora.rank)
-            found[path] = shape
-    if problems:
-        raise ConfigError(_TITLE, problems)
-    return found
-
-
-def _target_problems(
-    where: str, path: str, shape: tuple[int, ...], stacked: Sequence[int], rank: int
-) -> list[Problem]:
-    """Return a problem if a parameter cannot have an adapter."""
-    if list(stacked) != list(range(len(stacked))):
-        what = f"matches {path}, which is stacked along dimension {stacked[0]}"
-        return [Problem(where, what, f"{shape}", "stack along dimension 0 for adapters")]
-    if len(shape) - len(stacked) < 2:
-        what = f"matches {path}, which is not a matrix"
-        return [Problem(where, what, f"{shape}", "name kernels only")]
-    least = min(shape[-2:])
-    if rank > least:
-        what = f"is above the rank of {path}"
-        return [Problem("lora.rank", what, f"{rank} > {least} of {shape}", f"at most {least}")]
-    return []
 
 
 def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float32") -> Model:
@@ -151,7 +66,7 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         ConfigError: A target matches no parameter, or one with fewer than two dimensions or a lower
             rank; or the model has a variable `base`.
     """
-    paths = adapted_paths(model, lora, rules)
+    targets = find_targets(model, lora, rules)
     if BASE in jax.eval_shape(model.init_variables, abstract_key()):
         problem = Problem(BASE, "is a variable of the model itself")
         raise ConfigError("This model cannot be adapted:", [problem])
@@ -194,9 +109,10 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         base = own.pop(BASE)
         return {**model.update_variables(own, arrays), BASE: base}
 
-    init = functools.partial(_init_adapters, paths=paths, rank=lora.rank)
+    init = functools.partial(_init_adapters, targets=targets, lora=lora)
     base = jax.eval_shape(init_base, abstract_key())
-    info = functools.partial(_adapted_info, model, base, paths, rules)
+    adapters = list(tree.flatten(jax.eval_shape(init, abstract_key())))
+    info = functools.partial(_adapted_info, model, base, adapters, rules)
     name = f"{model.name} with adapters"
     return Model(init, _apply, init_variables, forward, info, layered, name, update_variables)
 
@@ -214,15 +130,17 @@ def _base_init(
     return init
 
 
-def _init_adapters(key: jax.Array, *, paths: Mapping[str, tuple[int, ...]], rank: int) -> Any:
-    """Draw the adapters of parameters, given their shapes by path."""
+def _init_adapters(key: jax.Array, *, targets: Mapping[str, Target], lora: LoRAConfig) -> Any:
+    """Draw the adapters of parameters."""
     adapters: dict[str, jax.Array] = {}
-    for number, (path, shape) in enumerate(paths.items()):
-        *stacked, rows, columns = shape
+    for number, (path, target) in enumerate(targets.items()):
+        *stacked, rows, columns = target.shape
         own_key = jax.random.fold_in(key, number)
-        draw = jax.random.normal(own_key, (*stacked, rows, rank))
+        draw = jax.random.normal(own_key, (*stacked, rows, target.rank))
         adapters[path + LORA_A] = draw * rows**-0.5
-        adapters[path + LORA_B] = jnp.zeros((*stacked, rank, columns))
+        adapters[path + LORA_B] = jnp.zeros((*stacked, target.rank, columns))
+        if lora.dora:
+            adapters[path + LORA_M] = jnp.zeros((*stacked, columns))
     return tree.nested(adapters)
 
 
@@ -233,10 +151,8 @@ def _apply(params: Any, *inputs: Any) -> Any:
     raise ConfigError("This model cannot be applied to adapters alone:", [problem])
 
 
-def _adapted_info(
-    model: Model, base: Any, paths: Mapping[str, tuple[int, ...]], rules: Rules
-) -> ModelInfo:
-    """Return the facts about a model with adapters at some paths, and its abstract frozen base."""
+def _adapted_info(model: Model, base: Any, adapters: Sequence[str], rules: Rules) -> ModelInfo:
+    """Return the facts about a model with adapters, given its abstract base and their paths."""
     known = model.info()
     tied = list[tuple[str, ...]]()
     for group in known.tied:
@@ -246,36 +162,35 @@ def _adapted_info(
     for path, param in tree.flatten(base, is_leaf=is_stored).items():
         if is_stored(param):
             stored_as[path] = f"{BASE}/{path}/codes"
+    adapted = [path.removesuffix(LORA_A) for path in adapters if path.endswith(LORA_A)]
     merged = set[str]()
-    for path in paths:
+    for path in adapted:
         if path not in known.wrappable:
-            merged.add(f"{BASE}/{path}")
-    adapters = set[str]()
-    for path in paths:
-        adapters |= {path + LORA_A, path + LORA_B}
+            parts = [name for name in frozen if name.startswith(f"{BASE}/{path}/")]
+            merged |= {f"{BASE}/{path}", *parts}
     return dataclasses.replace(
         known,
         tied=tuple(tied),
         annotations={},
         frozen=frozen,
-        merged=frozenset(merged),
+        merged=frozenset(merged.intersection(frozen)),
         stored_as=stored_as,
         added=frozenset(),
-        cast_by_layer=known.cast_by_layer | adapters,
+        cast_by_layer=known.cast_by_layer.union(adapters),
         created={},
-        **_adapter_matrices(known, paths, rules),
+        **_adapter_matrices(model, adapted, rules),
     )
 
 
-def _adapter_matrices(
-    known: ModelInfo, paths: Mapping[str, tuple[int, ...]], rules: Rules
-) -> dict[str, Any]:
+def _adapter_matrices(model: Model, adapted: Sequence[str], rules: Rules) -> dict[str, Any]:
     """Return the adapters of matrices between layers, and those of other parameters."""
+    known = model.info()
     stacks = rules.with_recorded(known.stacks).stacks
+    shapes = tree.flatten(jax.eval_shape(model.init, abstract_key()))
     matrices = dict[str, Matrix]()
     no_matrix = dict[str, str]()
-    for path, shape in paths.items():
-        ndim = len(shape) - len(dims_of(path, stacks))
+    for path in adapted:
+        ndim = len(shapes[path].shape) - len(dims_of(path, stacks))
         for name in (path + LORA_A, path + LORA_B):
             if path in known.no_matrix:
                 no_matrix[name] = known.no_matrix[path]
@@ -295,7 +210,11 @@ def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Containe
     def place(path: str, leaf: Any) -> Any:
         if path + LORA_A not in flat:
             return leaf
-        param = LoRAParam(leaf, flat[path + LORA_A], flat[path + LORA_B], lora.scale)
+        a, b = flat[path + LORA_A], flat[path + LORA_B]
+        scale = lora.scale_of(a.shape[-1])
+        param = LoRAParam(leaf, a, b, scale)
+        if lora.dora:
+            param = DoRAParam(leaf, a, b, scale, flat[path + LORA_M])
         if path in unmerged:
             return param
         return param.merged()
@@ -303,11 +222,24 @@ def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Containe
     return tree.map_with_path(place, base, is_leaf=is_wrapped)
 
 
+def whole_magnitudes(adapters: Any, base: Any) -> Any:
+    """Return adapters with the magnitudes of outputs in place of their changes, for `peft`."""
+    frozen = tree.flatten(base)
+
+    def place(path: str, adapter: jax.Array) -> jax.Array:
+        if not path.endswith(LORA_M):
+            return adapter
+        weights = frozen[path.removesuffix(LORA_M)].astype(jnp.float32)
+        return adapter + jnp.linalg.norm(weights, axis=-2)
+
+    return tree.map_with_path(place, adapters)
+
+
 def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
     """Return the rule table of a model without adapters, with rows for its adapters."""
     rules = rules.with_recorded(model.info().stacks)
     rows = dict[str, P | Replicate]()
-    for path, shape in adapted_paths(model, lora, rules).items():
+    for path, target in find_targets(model, lora, rules).items():
         name, leading = rules.layer_path(path)
         match = rules.match(path)
         if match is None:
@@ -315,10 +247,12 @@ def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
         spec = P()
         if not isinstance(match.requested, Replicate):
             spec = drop_gathered(match.requested)
-        unsplit = len(shape) - len(leading) - len(spec)
+        unsplit = len(target.shape) - len(leading) - len(spec)
         entries = (*spec, *(None,) * unsplit)
         rows[re.escape(name) + LORA_A] = _split(*entries[:-1], None)
         rows[re.escape(name) + LORA_B] = _split(*entries[:-2], None, entries[-1])
+        if lora.dora:
+            rows[re.escape(name) + LORA_M] = _split(*entries[:-2], entries[-1])
     table = _rules_of_base(model, lora, rules)
     return dataclasses.replace(table, params=(*rows.items(), *table.params))
 
@@ -336,7 +270,3 @@ def _split(*entries: Any) -> P | Replicate:
     if any(entry_axes(entry) for entry in entries):
         return P(*entries)
     return replicate(_SMALL)
-
-
-def _abstract(model: Model) -> Any:
-    return jax.eval_shape(model.init, abstract_key())

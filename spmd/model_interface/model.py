@@ -122,7 +122,7 @@ class ModelInfo:
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
         wrappable: Paths of kernels that may be a `spmd.model_interface.wrapped_param.WrappedParam`:
-            their layers use its `operand` and `addend`.
+            their layers use its `operand` and `completed`.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it
             reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.

@@ -2,8 +2,8 @@
 
 A technique, such as an adapter, puts such an object into the tree, and the layer of the parameter
 calls its methods: `start_layer` returns the value to compute with, and a matmul takes the
-`operand_of` a kernel, the array that rides on it (`rider_of`), and the addend of the product
-(`addend_of`).
+`operand_of` a kernel, the array that rides on it (`rider_of`), and what completes the product
+(`complete_product`).
 """
 
 import abc
@@ -34,10 +34,12 @@ class WrappedParam(abc.ABC):
     def operand(self) -> Array:
         """Return the operand of a matmul."""
 
-    def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-        """Return the addend of the product of an input with the operand; None without one."""
+    def completed(
+        self, y: Float[Array, "*batch out"], x: Float[Array, "*batch in"]
+    ) -> Float[Array, "*batch out"]:
+        """Return the product of an input with the parameter, given `y`, that with its operand."""
         del x
-        return None
+        return y
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +63,11 @@ class RiddenParam(WrappedParam):
         """Return the array of the parameter itself."""
         return operand_of(self.base)
 
-    def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-        """Return the addend of the parameter itself."""
-        return addend_of(self.base, x)
+    def completed(
+        self, y: Float[Array, "*batch out"], x: Float[Array, "*batch in"]
+    ) -> Float[Array, "*batch out"]:
+        """Complete the product of the parameter itself."""
+        return complete_product(self.base, y, x)
 
 
 class StoredParam(WrappedParam):
@@ -163,8 +167,10 @@ def rider_of(param: Any) -> Array | None:
     return None
 
 
-def addend_of(param: Any, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-    """Return the addend of the product of an input with a kernel; None without one."""
+def complete_product(
+    param: Any, y: Float[Array, "*batch out"], x: Float[Array, "*batch in"]
+) -> Float[Array, "*batch out"]:
+    """Return the product of an input with a kernel, given `y`, that with its operand."""
     if is_wrapped(param):
-        return param.addend(x)
-    return None
+        return param.completed(y, x)
+    return y

@@ -41,7 +41,7 @@ from spmd.diloco.config import DiLoCoConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
-from spmd.lora.adapters import LoRAConfig
+from spmd.lora.config import LoRAConfig
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
 from spmd.model_interface.model_config import context_of, heads_of
 from spmd.model_interface.remat import make_remat

@@ -18,7 +18,8 @@ from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
-from spmd.lora.adapters import BASE, with_adapters
+from spmd.lora.adapters import BASE, whole_magnitudes, with_adapters
+from spmd.lora.config import LoRAConfig
 from spmd.lora.quantized_base import decode_base, store_base
 from spmd.model_interface.model import PRNG, Model, abstract_key
 from spmd.model_interface.wrapped_param import abstract_params, is_stored
@@ -170,14 +171,28 @@ def read_params(
         step: None for the newest intact checkpoint.
         trained: Load the parameters that gradients are taken at, not those that the run evaluates.
     """
+    lora, params, base = _read_trained(run, abstract, step, trained=trained)
+    if base is not None:
+        # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
+        merge = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)
+        params = merge(base, params)
+    return place_params(params, abstract)
+
+
+def _read_trained(
+    run: Location, abstract: Any, step: int | None, *, trained: bool
+) -> tuple[LoRAConfig, Any, Any]:
+    """Return a run's settings of adapters, its trained parameters, and the frozen ones beside them.
+
+    The last are decoded and placed as `abstract`; None without adapters.
+    """
     folder = RunDir(run)
     with other_config():
         config = folder.config()
         model = build_model(config)
         stored = build_precision(config).params_dtype
-    lora = config.lora
     variables = dict[str, Any]()
-    if lora.targets:
+    if config.lora.targets:
         mesh = jax.tree.leaves(abstract)[0].sharding.mesh
         own = _abstract_adapters(model, stored, mesh)
         variables[BASE] = _stored_base(model, abstract)
@@ -189,12 +204,10 @@ def read_params(
         params, variables = _restore(
             checkpoints, step, point, variables, branches, [FROZEN.optional]
         )
-    if lora.targets:
-        # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
+    base = None
+    if config.lora.targets:
         base = place_params(decode_base(variables[BASE], abstract), abstract)
-        merge = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)
-        params = merge(base, params)
-    return place_params(params, abstract)
+    return config.lora, params, base
 
 
 def read_variables(run: Location, abstract: Any, step: int | None = None) -> Any:
@@ -238,6 +251,8 @@ def read_adapters(
 ) -> Any:
     """Load the adapters of a run alone, on every device of a mesh.
 
+    Magnitudes are changes of those of the frozen parameters (`read_magnitudes`).
+
     Args:
         step: None for the newest intact checkpoint.
         trained: Load the adapters that gradients are taken at, not those that the run evaluates.
@@ -250,6 +265,20 @@ def read_adapters(
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
         params, _ = _restore(checkpoints, step, point, {}, [], [])
     return place_params(params, adapters)
+
+
+def read_magnitudes(
+    run: Location, abstract: Any, step: int | None = None, *, trained: bool = False
+) -> Any:
+    """Load the adapters of a run with magnitudes themselves, on every device of a mesh.
+
+    Args:
+        abstract: As for `read_params`.
+        step: None for the newest intact checkpoint.
+        trained: As for `read_adapters`.
+    """
+    _, adapters, base = _read_trained(run, abstract, step, trained=trained)
+    return jax.jit(whole_magnitudes)(adapters, base)
 
 
 def _point(config: TrainConfig, params: Any, trained: bool) -> EvaluationPoint:

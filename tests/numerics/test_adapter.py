@@ -13,7 +13,8 @@ from spmd import tree
 from spmd.errors import CheckpointError, ConfigError
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
-from spmd.lora.adapters import LoRAConfig, with_adapters, with_lora
+from spmd.lora.adapters import with_adapters, with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.models.decoder import decoder_rules
 from spmd.models.gpt2 import PRESETS as GPT2
 from spmd.models.mixtral import PRESETS as MIXTRAL

@@ -17,7 +17,8 @@ from spmd import tree
 from spmd.errors import AnnotationError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.lora.adapters import LoRAConfig, with_lora
+from spmd.lora.adapters import with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.models.decoder import Decoder
 from spmd.plan import flax
 from spmd.plan.plan import make_plan

@@ -12,7 +12,8 @@ import pytest
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
-from spmd.lora.adapters import BASE, LoRAConfig
+from spmd.lora.adapters import BASE
+from spmd.lora.config import LoRAConfig
 from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import TrainSetup, config_mesh, make_setup

@@ -9,7 +9,8 @@ import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
-from spmd.lora.adapters import LoRAConfig, with_adapters
+from spmd.lora.adapters import with_adapters
+from spmd.lora.config import LoRAConfig
 from spmd.optim.config import OptimizerConfig
 from spmd.optim.ema import ema_params
 from spmd.partition_rules.llama import LLAMA

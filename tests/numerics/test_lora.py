@@ -15,7 +15,8 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.lora.adapters import BASE, LoRAConfig, lora_rules, with_adapters, with_lora
+from spmd.lora.adapters import BASE, lora_rules, with_adapters, with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.model_interface.model import Model
 from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
 from spmd.partition_rules.llama import LLAMA
@@ -233,7 +234,7 @@ def test_a_module_that_knows_of_no_adapter_can_have_one() -> None:
     def out(params: Any, variables: Any) -> jax.Array:
         return low.forward(params, variables, None, x, train=False)[0]
 
-    expected = model.apply(variables[BASE], x) + 4 * 2 * lora.scale
+    expected = model.apply(variables[BASE], x) + 4 * 2 * lora.scale_of(2)
     assert_close(out(params, variables), expected, noise_of(out, params, variables))
 
 

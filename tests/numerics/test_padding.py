@@ -20,7 +20,8 @@ from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.gradients.losses import ModelLoss, next_token_loss, valid_tokens
 from spmd.layers.router import RouterConfig, expert_slots, route
-from spmd.lora.adapters import LoRAConfig, with_lora
+from spmd.lora.adapters import with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.model_interface.model import Model
 from spmd.models.mixtral import PRESETS, mixtral
 from spmd.partition_rules.layouts import folded

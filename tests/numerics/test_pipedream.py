@@ -15,7 +15,8 @@ from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.lora.adapters import LoRAConfig, lora_rules, with_lora
+from spmd.lora.adapters import lora_rules, with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipedream.grad_fn import InFlight, pipedream

@@ -17,7 +17,8 @@ from spmd import tree
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.errors import ConfigError, RuleError
 from spmd.gradients.losses import next_token_loss
-from spmd.lora.adapters import BASE, LoRAConfig, lora_rules, with_lora
+from spmd.lora.adapters import BASE, lora_rules, with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.lora.quantized_base import store_base
 from spmd.lora.weight_formats import FORMATS
 from spmd.model_interface.model import Model

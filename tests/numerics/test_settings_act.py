@@ -13,7 +13,7 @@ import spmd
 from spmd.diloco.config import DiLoCoConfig
 from spmd.errors import SpmdError
 from spmd.examples.threshold_exchange import ThresholdExchange
-from spmd.lora.adapters import LoRAConfig
+from spmd.lora.config import LoRAConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import abstract_batch, make_setup
 from spmd.settings.compress import CompressConfig

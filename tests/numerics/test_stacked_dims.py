@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import tree
 from spmd.errors import ConfigError, RuleError
-from spmd.lora.adapters import LoRAConfig, with_lora
+from spmd.lora.adapters import with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches

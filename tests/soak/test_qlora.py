@@ -16,8 +16,19 @@ from spmd.gradients.losses import next_token_loss
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
 from spmd.hf.load import load_params
-from spmd.lora.adapters import BASE, LORA_A, LORA_B, LoRAConfig, lora_rules, with_lora
+from spmd.lora.adapters import (
+    BASE,
+    LORA_A,
+    LORA_B,
+    LORA_M,
+    lora_rules,
+    whole_magnitudes,
+    with_lora,
+)
+from spmd.lora.config import LoRAConfig
+from spmd.lora.quantized_base import decode_base
 from spmd.lora.weight_formats import FORMATS
+from spmd.model_interface.wrapped_param import abstract_params
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan import flax
 from tests import tiny
@@ -37,7 +48,7 @@ RATE = 1e-3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of `transformers` with the sizes of `CONFIG`, and adapters for it, `adapters`."""
+    """A Llama of `transformers` with the sizes of `CONFIG`."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
@@ -55,20 +66,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     out = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(config).save_pretrained(out)
-    model = flax.from_nnx(CONFIG.build)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    adapters = adapted().init(jax.random.key(1))
-    table = {path: x.shape for path, x in tree.flatten(shapes).items()}
-    save_adapter(
-        out / "adapters",
-        adapters,
-        LORA,
-        family_for(CONFIG),
-        CONFIG,
-        shapes=table,
-        base=str(out),
-    )
     return out
+
+
+def write_adapters(out: Path, lora: LoRAConfig, adapters: Any, base: Any) -> None:
+    """Write adapters for `peft`."""
+    shapes = {path: x.shape for path, x in tree.flatten(base).items()}
+    whole = whole_magnitudes(adapters, base)
+    family = family_for(CONFIG)
+    save_adapter(out, whole, lora, family, CONFIG, shapes=shapes, base=str(out.parent))
+
+
+def plain_base(folder: Path, lora: LoRAConfig) -> Any:
+    """The frozen parameters that our model computes with."""
+    stored = load_params(folder, plan_of(lora).abstract_variables[BASE])
+    return decode_base(stored, abstract_params(plan_of(lora).abstract_variables[BASE]))
 
 
 def adapted(lora: LoRAConfig = LORA) -> Any:
@@ -80,11 +92,15 @@ def batches() -> list[np.ndarray]:
     return [rng.integers(0, CONFIG.vocab, (4, 17)) for _ in range(STEPS)]
 
 
+def plan_of(lora: LoRAConfig, **sizes: int) -> Any:
+    rules = lora_rules(flax.from_nnx(CONFIG.build), lora, LLAMA)
+    return spmd.make_plan(tiny.mesh(**sizes), rules, adapted(lora), optax.adam(RATE))
+
+
 def ours(folder: Path, lora: LoRAConfig = LORA, **sizes: int) -> tuple[list[float], dict[str, Any]]:
     """Losses of our steps from these adapters, and the adapters after them."""
-    model = adapted(lora)
-    rules = lora_rules(flax.from_nnx(CONFIG.build), lora, LLAMA)
-    plan = spmd.make_plan(tiny.mesh(**sizes), rules, model, optax.adam(RATE))
+    plan = plan_of(lora, **sizes)
+    model = plan.model
     base = load_params(folder, plan.abstract_variables[BASE])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_params)
     params = jax.device_put(model.init(jax.random.key(1)), shardings)
@@ -102,22 +118,24 @@ def ours(folder: Path, lora: LoRAConfig = LORA, **sizes: int) -> tuple[list[floa
     return losses, tree.flatten(jax.device_get(state.params))
 
 
-def theirs(folder: Path) -> tuple[list[float], dict[str, Any]]:
+def theirs(folder: Path, lora: LoRAConfig, adapters: Path) -> tuple[list[float], dict[str, Any]]:
     """Losses of a loop with `peft` and `bitsandbytes`, and its adapters by our paths."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
-    quantized = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    quantized = None
+    if lora.quantize:
+        quantized = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
     base = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantized, dtype=torch.float32, device_map="cpu"
     )
-    model = peft.PeftModel.from_pretrained(base, folder / "adapters", is_trainable=True)
+    model = peft.PeftModel.from_pretrained(base, adapters, is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=RATE)
     losses = []
@@ -134,23 +152,38 @@ def theirs(folder: Path) -> tuple[list[float], dict[str, Any]]:
         if not param.requires_grad:
             continue
         module = name.split(".layers.")[1].split(".", 1)[1].split(".lora_")[0]
-        half = LORA_A if ".lora_A" in name else LORA_B
+        half = {"A": LORA_A, "B": LORA_B, "m": LORA_M}[name.split(".lora_")[1][0]]
         part = module.replace("self_attn", "attention").replace(".", "/")
         found.setdefault(f"layers/{part}/kernel{half}", []).append(param.detach().numpy().T)
     return losses, {path: np.stack(arrays) for path, arrays in found.items()}
 
 
-def test_steps_are_those_of_peft_and_bitsandbytes(folder: Path) -> None:
+OPTIONS = {
+    "qlora": LORA,
+    "options": dataclasses.replace(
+        LORA, quantize="", ranks="mlp/.*=8", rank_stabilized=True, dora=True
+    ),
+    "qdora": dataclasses.replace(LORA, dora=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_are_those_of_peft_and_bitsandbytes(folder: Path, name: str, tmp_path: Path) -> None:
     """Losses of ten steps and the adapters after them, on one device and on a mesh."""
-    expected, adapters = theirs(folder)
+    lora = OPTIONS[name]
+    start = adapted(lora).init(jax.random.key(1))
+    base = plain_base(folder, lora)
+    write_adapters(tmp_path / "adapters", lora, start, base)
+    expected, adapters = theirs(folder, lora, tmp_path / "adapters")
     for sizes in ({}, {"fsdp": 2, "tensor": 2}):
-        losses, params = ours(folder, **sizes)
+        losses, params = ours(folder, lora, **sizes)
         np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=0)
-        assert params.keys() == adapters.keys()
+        found = tree.flatten(whole_magnitudes(tree.nested(params), base))
+        assert found.keys() == adapters.keys()
         for path, array in adapters.items():
-            np.testing.assert_allclose(params[path], array, atol=2e-4, err_msg=path)
-    plain, _ = ours(folder, dataclasses.replace(LORA, quantize=""))
-    assert np.abs(np.subtract(plain, expected)).max() > 1e-2  # the control
+            np.testing.assert_allclose(found[path], array, atol=2e-4, err_msg=path)
+    other = dataclasses.replace(lora, alpha=4.0)
+    assert np.abs(np.subtract(ours(folder, other)[0], expected)).max() > 1e-3  # the control
 
 
 def test_codes_are_those_of_bitsandbytes() -> None:

@@ -19,7 +19,8 @@ from spmd import tree
 from spmd.data.loader import batches
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
-from spmd.lora.adapters import BASE, LoRAConfig
+from spmd.lora.adapters import BASE
+from spmd.lora.config import LoRAConfig
 from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config

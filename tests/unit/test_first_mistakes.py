@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import BatchesEndedError, ConfigError, MeshError, SpmdError
 from spmd.gradients.losses import classification_loss
-from spmd.lora.adapters import LoRAConfig, with_lora
+from spmd.lora.adapters import with_lora
+from spmd.lora.config import LoRAConfig
 from spmd.optim.config import check_patterns
 from spmd.sharding.mesh import AXES, abstract_mesh
 from spmd.sharding.rules import Rules

@@ -14,7 +14,7 @@ from spmd.chips import CHIPS
 from spmd.cli import main
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, RuleError
-from spmd.lora.adapters import LoRAConfig
+from spmd.lora.config import LoRAConfig
 from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA

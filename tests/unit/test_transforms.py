@@ -14,7 +14,7 @@ import spmd
 from spmd.delayed_scaling.amax_history import AmaxHistory
 from spmd.errors import ConfigError, SpmdError
 from spmd.gradients.keep_carry import KeepCarry
-from spmd.lora.adapters import LoRAConfig
+from spmd.lora.config import LoRAConfig
 from spmd.loss_scaling.loss_scale import LossScale
 from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
