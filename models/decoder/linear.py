@@ -343,14 +343,15 @@ def _scales_of(history: History | None) -> Any:
 
 def _products_backward(
     how: _Products, saved: Any, dys: tuple[Array, ...]
-) -> tuple[Array, tuple[Array, ...], tuple[History | None, ...]]:
+) -> tuple[Array, tuple[Array | None, ...], tuple[History | None, ...]]:
     x, kept, likes, scales, seen = saved
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their
     # results until now.
     if how.into and not how.recomputed and placement(how.stream) != placement(how.into):
         x = constrain_like(jax.lax.optimization_barrier(x), how.stream)
         x = annotate(x, how.into)
-    dkernels, factors, histories = [], [], []
+    dkernels = list[Array | None]()
+    factors, histories = [], []
     for index, dy in enumerate(dys):
         scale = scales[index]
         used = how.gather_again(kept[index], index, scale, x.dtype)

@@ -60,7 +60,7 @@ _ZERO = 127  # the code of 0, in the middle
 
 
 class Parts(NamedTuple):
-    """The arrays of a weight in a format; a format may lack the last two.
+    """The arrays of a weight in a format, or what belongs to each; a format may lack the last two.
 
     Attributes:
         codes: `[..., in, out]`, or half as many rows of two codes each.
@@ -69,10 +69,10 @@ class Parts(NamedTuple):
         offset: `[...]`, the mean of the scales.
     """
 
-    codes: Array
-    scale: Array
-    outer_scale: Array | None = None
-    offset: Array | None = None
+    codes: Any
+    scale: Any
+    outer_scale: Any = None
+    offset: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

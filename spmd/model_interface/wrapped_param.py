@@ -8,7 +8,7 @@ calls its methods: `start_layer` returns the value to compute with, and a matmul
 
 import abc
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -108,7 +108,7 @@ class StoredParam(WrappedParam):
         """The dtype of the parameter without a cast."""
 
 
-def is_stored(x: Any) -> bool:
+def is_stored(x: Any) -> TypeGuard[StoredParam]:
     """Return whether a node of a tree is a `StoredParam`; for `is_leaf`."""
     return isinstance(x, StoredParam)
 

@@ -662,7 +662,7 @@ def _placement(
         inputs.mesh.shape,
         inputs.slices,
         inputs.precision,
-        exactly=in_module in info.sent_exactly,
+        exactly=in_module in info.sent_exactly or info.is_stored_part(path),
     )
     return dataclasses.replace(placed, comm=comm, recipe=recipes.get(in_module))
 
