@@ -45,8 +45,8 @@ def table_problems(table: str) -> list[Problem]:
 def find_formats(model: Model, table: str, rules: Rules) -> dict[str, WeightFormat]:
     """Return path → format of the kernels that are quantized.
 
-    They are kernels `[in, out]` between layers, as their layers declare them: no lookup, and no
-    logits.
+    They are kernels `[in, out]` between layers, as their layers declare them: no lookups, logits or
+    routers.
 
     Args:
         table: A format for all of them, or rows `PATTERN=FORMAT,…`; the first match decides.
@@ -84,7 +84,7 @@ def _kernel_shapes(model: Model, rules: Rules) -> dict[str, tuple[int, ...]]:
     shapes = dict[str, tuple[int, ...]]()
     for path, leaf in tree.flatten(jax.eval_shape(model.init, abstract_key())).items():
         matrix = info.matrices.get(path)
-        if matrix is None or path in info.no_matrix:
+        if matrix is None or path in info.no_matrix or path in info.sent_exactly:
             continue
         stacked = list(dims_of(path, rules.stacks))
         ndim = len(leaf.shape) - len(stacked)
@@ -159,7 +159,7 @@ def start_base(base: Any, model: Model) -> Any:
     stacks = model.info().stacks or {}
 
     def start(path: str, param: Any) -> Any:
-        if not is_stored(param) or param.takes_codes:
+        if not isinstance(param, QuantizedParam) or param.takes_codes:
             return param
         if runs_by_layer and dims_of(path, stacks):
             return param
@@ -179,7 +179,7 @@ def rules_of_parts(base: Any, rules: Rules) -> Rules:
     """
     stored = dict[str, QuantizedParam]()
     for path, param in tree.flatten(base, is_leaf=is_stored).items():
-        if is_stored(param):
+        if isinstance(param, QuantizedParam):
             stored[path] = param
     own = dict[str, P | Replicate]()
     for path, param in stored.items():

@@ -197,10 +197,9 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     """
     context = current()
     remat = context.remat
+    layer = _starting(layer)
     if remat.kind == "none":
         return layer
-    if any(placed.on_host for placed in context.placements.values()):
-        layer = _starting(layer)
     if number is None and remat.every > 1:
         what = "has an interval, and the layers have no numbers"
         problem = Problem(f"remat {remat}", what, fix=_NUMBERED)

@@ -41,7 +41,7 @@ class TraceContext:
     Attributes:
         mesh: The plan's mesh; None outside a plan.
         placements: Parameter path → its placement, as the plan decided it.
-        variables: Variable path → its spec.
+        variables: Variable path → its spec; of a parameter in another form, that of its codes.
         activations: Activation name → spec.
         logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
         batch: The split of the arrays of a batch.
@@ -100,7 +100,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
     context = TraceContext(
         mesh=plan.mesh,
         placements=plan.placements,
-        variables=FrozenDict({entry.path: entry.spec for entry in plan.variables}),
+        variables=_variable_specs(plan),
         activations=FrozenDict(plan.rules.activations),
         logical=plan.rules.logical_rows,
         batch=plan.rules.batch_table,
@@ -112,6 +112,14 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
     )
     with AMBIENT(context):
         yield
+
+
+def _variable_specs(plan: ShardingPlan) -> Mapping[str, P]:
+    """Return the specs of variables, and of the nodes that hold codes."""
+    specs = {entry.path: entry.spec for entry in plan.variables}
+    for codes in plan.model.info().stored_as.values():
+        specs[codes.rpartition("/")[0]] = specs[codes]
+    return FrozenDict(specs)
 
 
 @contextlib.contextmanager

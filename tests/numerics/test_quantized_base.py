@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.errors import ConfigError, RuleError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.lora.adapters import BASE, lora_rules, with_lora
 from spmd.lora.config import LoRAConfig
@@ -23,7 +25,12 @@ from spmd.lora.quantized_base import store_base
 from spmd.lora.weight_formats import FORMATS
 from spmd.model_interface.model import Model
 from spmd.model_interface.wrapped_param import abstract_params, is_stored
+from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
 from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.rules import Rules, replicate
@@ -33,6 +40,7 @@ from spmd.training.step import TrainStep, make_train_step
 from tests import tiny
 
 CONFIG = dataclasses.replace(tiny.CONFIG, d_model=128, d_ff=256)
+EXPERTS = dataclasses.replace(MIXTRAL_PRESETS["test"], d_model=256, d_ff=128)
 TARGETS = ("attention/(q|v)_proj/kernel", "mlp/down_proj/kernel")
 NF4 = LoRAConfig(targets=TARGETS, rank=4, quantize="nf4")
 STEPS = 3
@@ -84,6 +92,8 @@ def batch_of(name: str) -> dict[str, np.ndarray]:
 def base_model(name: str) -> tuple[Model, Rules]:
     if name == "regression":
         return regression(), RULES_OF_REGRESSION
+    if name == "mixtral":
+        return tiny.model(EXPERTS), MIXTRAL
     return tiny.model(CONFIG), LLAMA
 
 
@@ -173,6 +183,8 @@ MIXED = LoRAConfig(
     rank=4,
     quantize="up/kernel=nf4,middle/kernel=mxfp4,out/kernel=bf16",
 )
+OF_EXPERTS = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=4, quantize="nf4")
+DORA = dataclasses.replace(NF4, dora=True)
 INT8 = dataclasses.replace(NF4, quantize="attention/.*=int8,mlp/.*=mxfp4")
 
 
@@ -181,6 +193,8 @@ INT8 = dataclasses.replace(NF4, quantize="attention/.*=int8,mlp/.*=mxfp4")
     [
         ("llama", NF4, (), {"fsdp": 2, "tensor": 2}),
         ("regression", MIXED, (), {"fsdp": 2, "tensor": 2}),
+        pytest.param("llama", DORA, (), {"fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
+        pytest.param("mixtral", OF_EXPERTS, (), {"fsdp": 2, "expert": 2}, marks=pytest.mark.soak),
         pytest.param("llama", INT8, (), {"data": 2, "fsdp": 2}, marks=pytest.mark.soak),
         pytest.param("llama", NF4, (("zero", 1),), {"fsdp": 2}, marks=pytest.mark.soak),
         pytest.param(
@@ -202,6 +216,29 @@ def test_it_trains_as_beside_the_decoded_parameters(
     ours = trained(name, layout, {BASE: stored(name, lora, options, **sizes)})
     assert distance(ours, expected(name, lora)) < 1e-5
     assert ours[1][-1] < ours[1][0]
+
+
+@pytest.mark.soak
+def test_stages_have_their_own_codes() -> None:
+    """In a pipeline adapters train as on one device, and codes are split over stages."""
+    one, many = plan("llama", NF4), plan("llama", NF4, pipe=2, fsdp=2)
+    loss_fn = next_token_loss(one.model)
+    table = tabulate(make_schedule("1f1b", 2, 4, 1))
+    states = []
+    for of, sizes, grad_fn in (
+        (one, {}, accumulate(value_and_grad(loss_fn), 4)),
+        (many, {"pipe": 2, "fsdp": 2}, pipeline(loss_fn, table)),
+    ):
+        step = make_train_step(of, grad_fn=grad_fn)
+        state = init_state(of, 0, variables={BASE: stored("llama", NF4, **sizes)})
+        losses = []
+        for _ in range(STEPS):
+            state, metrics = step(state, place_batch(of, batch_of("llama")))
+            losses.append(float(metrics["loss"]))
+        states.append((state, losses))
+    assert distance(*states) < 1e-5
+    specs = {leaf.path: leaf.spec for leaf in many.variables}
+    assert specs["base/layers/attention/k_proj/kernel/codes"][0] == "pipe"
 
 
 def test_control_the_parameters_themselves_train_otherwise() -> None:
