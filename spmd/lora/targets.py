@@ -27,28 +27,30 @@ def find_targets(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, Targ
         ConfigError: A pattern matches no parameter, one that is no matrix, or one of a lower rank;
             or a row of ranks matches no target.
     """
+    rules = rules.with_recorded(model.info().stacks)
     shapes = dict[str, tuple[int, ...]]()
+    names = list[str]()
     for path, leaf in tree.flatten(jax.eval_shape(model.init, abstract_key())).items():
         shapes[path] = tuple(leaf.shape)
+        names.append(rules.layer_path(path)[0])
     problems = list[Problem]()
-    rules = rules.with_recorded(model.info().stacks)
-    found = dict[str, str]()  # path → the setting that names it
+    named_by = dict[str, str]()  # path → the setting that names it
     for index, pattern in enumerate(lora.targets):
         where = f"lora.targets[{index}]"
         targets = [path for path in shapes if matches(pattern, path, rules.stacks)]
-        found |= dict.fromkeys(targets, where)
+        named_by |= dict.fromkeys(targets, where)
         if not targets:
-            names = [rules.layer_path(path)[0] for path in shapes]
             fix = first_path(pattern, model.info().tied, rules.stacks)
             fix = fix or did_you_mean(pattern, names)
             problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=fix))
-    ranks = _ranks(lora, list(found), rules, problems)
-    for path, where in found.items():
-        stacked = dims_of(path, rules.stacks)
-        problems += _target_problems(where, path, shapes[path], stacked, ranks[path])
+    ranks = _ranks(lora, list(named_by), rules, problems)
+    found = dict[str, Target]()
+    for path, where in named_by.items():
+        found[path] = Target(shapes[path], ranks[path])
+        problems += _target_problems(where, path, found[path], dims_of(path, rules.stacks))
     if problems:
         raise ConfigError(TITLE, problems)
-    return {path: Target(shapes[path], ranks[path]) for path in found}
+    return found
 
 
 def _ranks(
@@ -73,9 +75,10 @@ def _ranks(
 
 
 def _target_problems(
-    where: str, path: str, shape: tuple[int, ...], stacked: Sequence[int], rank: int
+    where: str, path: str, target: Target, stacked: Sequence[int]
 ) -> list[Problem]:
     """Return a problem if a parameter cannot have an adapter."""
+    shape, rank = target
     if list(stacked) != list(range(len(stacked))):
         what = f"matches {path}, which is stacked along dimension {stacked[0]}"
         return [Problem(where, what, f"{shape}", "stack along dimension 0 for adapters")]

@@ -188,25 +188,27 @@ DORA = dataclasses.replace(NF4, dora=True)
 INT8 = dataclasses.replace(NF4, quantize="attention/.*=int8,mlp/.*=mxfp4")
 
 
+def layout(
+    name: str, lora: LoRAConfig, sizes: dict[str, int], *, in_ci: bool = False, **options: Any
+) -> Any:
+    """A case: a model, its adapters, options of the plan and a mesh."""
+    case = "-".join([name, lora.quantize, *options, *sizes])
+    marks = [] if in_ci else [pytest.mark.soak]
+    return pytest.param(name, lora, tuple(options.items()), sizes, marks=marks, id=case)
+
+
 @pytest.mark.parametrize(
     ("name", "lora", "options", "sizes"),
     [
-        ("llama", NF4, (), {"fsdp": 2, "tensor": 2}),
-        ("regression", MIXED, (), {"fsdp": 2, "tensor": 2}),
-        pytest.param("llama", DORA, (), {"fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
-        pytest.param("mixtral", OF_EXPERTS, (), {"fsdp": 2, "expert": 2}, marks=pytest.mark.soak),
-        pytest.param("llama", INT8, (), {"data": 2, "fsdp": 2}, marks=pytest.mark.soak),
-        pytest.param("llama", NF4, (("zero", 1),), {"fsdp": 2}, marks=pytest.mark.soak),
-        pytest.param(
-            "llama",
-            NF4,
-            (("remat", "full"), ("offload", ("params",))),
-            {"fsdp": 2},
-            marks=pytest.mark.soak,
-        ),
-        pytest.param("llama", NF4, (), {"sequence": 2, "tensor": 2}, marks=pytest.mark.soak),
+        layout("llama", NF4, {"fsdp": 2, "tensor": 2}, in_ci=True),
+        layout("regression", MIXED, {"fsdp": 2, "tensor": 2}, in_ci=True),
+        layout("llama", DORA, {"fsdp": 2, "data": 2}),
+        layout("mixtral", OF_EXPERTS, {"fsdp": 2, "expert": 2}),
+        layout("llama", INT8, {"data": 2, "fsdp": 2}),
+        layout("llama", NF4, {"fsdp": 2}, zero=1),
+        layout("llama", NF4, {"fsdp": 2}, remat="full", offload=("params",)),
+        layout("llama", NF4, {"sequence": 2, "tensor": 2}),
     ],
-    ids=str,
 )
 def test_it_trains_as_beside_the_decoded_parameters(
     name: str, lora: LoRAConfig, options: tuple, sizes: dict[str, int]
