@@ -35,6 +35,7 @@ from spmd.commands.processes import (
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
 from spmd.commands.script import JOBS, run_script
 from spmd.commands.search import SearchCommand, run_search
+from spmd.commands.status import StatusCommand, run_status
 from spmd.commands.train import TrainCommand, run_supervised, run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, print_traceback
@@ -74,6 +75,7 @@ usage: spmd COMMAND …
   spmd generate RUN --prompt TEXT [--prompt TEXT …]  text from a trained model, token by token
        [--temperature T] [--top-k K] [--top-p P]     … sampled; temperature 0 is greedy
        [--mesh.fsdp 4 …] [--devices N]               … on another mesh than the run's
+  spmd status RUN [--json]                           step, loss, speed and last save of a run
   spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]     a run folder from a Hugging Face folder
   spmd export RUN --out HF_DIR [--dtype bf16]        a Hugging Face folder for `transformers`
 
@@ -98,6 +100,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "check": (run_check, (CheckCommand, CheckStepCommand)),
     "eval": (run_eval, (EvalCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
+    "status": (run_status, (StatusCommand,)),
     "import": (run_import, (ImportCommand,)),
     "export": (run_export, (ExportCommand,)),
 }

@@ -7,6 +7,7 @@ the object store sets all times that are compared: clocks of hosts may differ.
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ from spmd.errors import CheckpointError, Problem, StorageError
 from spmd.resilience.lease_files import (
     FOLDER,
     BucketLeaseFiles,
+    Holder,
     LeaseFiles,
     LeaseName,
     LocalLeaseFiles,
@@ -39,6 +41,44 @@ EXIT_LOST = 2
 
 class _LostError(CheckpointError):
     """Another run has taken the lease, or the folder was removed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaseState:
+    """Who writes to a run folder, as seen from outside.
+
+    Attributes:
+        holder: The process that holds the lease, or has lost it without a word; None if it is free.
+        beat_age: Seconds since its last heartbeat.
+    """
+
+    holder: Holder | None = None
+    beat_age: float = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process writes to the folder, as far as can be seen."""
+        if self.holder is None:
+            return False
+        has_ended = self.holder.has_ended()
+        if has_ended is None:
+            return self.beat_age <= EXPIRY
+        return not has_ended
+
+
+def read_lease(folder: Location) -> LeaseState:
+    """Read the lease of a run folder, and write nothing there.
+
+    Ages are by the clock of this machine, since that of a file server is only seen by writing.
+    """
+    files = _lease_files(folder, lambda line: None)
+    newest = max(parse_names(files.entries()), default=None)
+    if newest is None or newest.is_released:
+        return LeaseState()
+    with contextlib.suppress(FileNotFoundError):  # it was released just now
+        age = max(0.0, time.time() - files.last_beat(newest))
+        return LeaseState(files.holder(newest), age)
+    return LeaseState()
 
 
 class Lease:

@@ -127,6 +127,10 @@ def test_commands_take_a_run_in_a_bucket(s3, key, whole, tmp_path):
     code, text, errors = command("generate", out, "--prompt", "line", "--tokens", "3")
     assert code == 0
     assert text.startswith("line")
+    code, text, errors = command("status", out, "--json")
+    status = json.loads(text)
+    assert (code, status["step"], status["is_done"]) == (0, 10, True)
+    assert not status["lease"]["is_alive"]
     code, text, errors = command("export", out, "--out", tmp_path / "exported")
     assert code == 0
     assert (tmp_path / "exported" / "model.safetensors").exists()
