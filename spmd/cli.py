@@ -33,6 +33,7 @@ from spmd.commands.processes import (
     run_command,
 )
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
+from spmd.commands.save import SaveCommand, run_save
 from spmd.commands.script import JOBS, run_script
 from spmd.commands.search import SearchCommand, run_search
 from spmd.commands.status import StatusCommand, run_status
@@ -76,6 +77,7 @@ usage: spmd COMMAND …
        [--temperature T] [--top-k K] [--top-p P]     … sampled; temperature 0 is greedy
        [--mesh.fsdp 4 …] [--devices N]               … on another mesh than the run's
   spmd status RUN [--json]                           step, loss, speed and last save of a run
+  spmd save RUN [--wait SECONDS]                     ask a run in progress for a checkpoint
   spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]     a run folder from a Hugging Face folder
   spmd export RUN --out HF_DIR [--dtype bf16]        a Hugging Face folder for `transformers`
 
@@ -100,6 +102,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "check": (run_check, (CheckCommand, CheckStepCommand)),
     "eval": (run_eval, (EvalCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
+    "save": (run_save, (SaveCommand,)),
     "status": (run_status, (StatusCommand,)),
     "import": (run_import, (ImportCommand,)),
     "export": (run_export, (ExportCommand,)),

@@ -23,6 +23,7 @@ from spmd.hf.family import Family, family_for, mapped_variables
 from spmd.hf.folder import architectures_of, open_folder
 from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
+from spmd.lora.adapters import LORA_A
 from spmd.model_interface.model import abstract_key
 from spmd.precision import cast_floats
 from spmd.run.build import build_base_model, build_precision
@@ -148,9 +149,18 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
     )
     if jax.process_index() != 0:
         return 0
-    print(f"adapters of rank {config.lora.rank}: {tree.size(adapters):,} parameters")
+    print(f"adapters of rank {_ranks_text(adapters)}: {tree.size(adapters):,} parameters")
     print(_written(out))
     return 0
+
+
+def _ranks_text(adapters: Any) -> str:
+    """Return the rank of adapters, or the lowest and the highest."""
+    ranks = set()
+    for path, array in tree.flatten(adapters).items():
+        if path.endswith(LORA_A):
+            ranks.add(array.shape[-1])
+    return " to ".join(map(str, sorted({min(ranks), max(ranks)})))
 
 
 def _values(config: TrainConfig, family: Family) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
 def _base_init(
     model: Model, lora: LoRAConfig, rules: Rules, dtype: str
 ) -> Callable[[jax.Array], Any]:
-    """Return the function that draws frozen parameters, as they are stored."""
+    """Return the initializer of frozen parameters in their stored form."""
     formats = find_formats(model, lora.quantize, rules)
 
     def init(key: jax.Array) -> Any:

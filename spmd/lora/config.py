@@ -82,15 +82,16 @@ def rank_rows(ranks: str) -> list[tuple[str, int]]:
 
 
 def _rank_problems(ranks: str) -> list[Problem]:
-    """Return a problem for each row that is no pattern with a rank."""
+    """Return a problem for each row without a pattern or a rank."""
     problems = list[Problem]()
     if ranks and "=" not in ranks:
-        fix = f"PATTERN=RANK, such as mlp/.*=16, or lora.rank={ranks}"
+        fix = "PATTERN=RANK, such as mlp/.*=16; lora.rank is for all targets"
         return [Problem("lora.ranks", f"is {ranks!r}", fix=fix)]
     for pattern, rank in parse_table(ranks):
         where = f"lora.ranks, row {pattern + '=' + rank!r}"
-        if not rank.isdecimal() or int(rank) < 1:
-            problems.append(Problem(where, "has no rank", fix="PATTERN=RANK, such as mlp/.*=16"))
+        if not pattern or not rank.isdecimal() or int(rank) < 1:
+            fix = "PATTERN=RANK, such as mlp/.*=16"
+            problems.append(Problem(where, "has no pattern or no rank", fix=fix))
         problems += _pattern_problems(where, pattern)
     return problems
 

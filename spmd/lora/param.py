@@ -97,7 +97,7 @@ class DoRAParam(LoRAParam):
         return super().completed(y, x) * jnp.expand_dims(ratio, range(y.ndim - 1))
 
     def _ratio(self) -> Float[Array, "*layer out"]:
-        """Return magnitude / ‖sum‖ of each output, whose norm is a constant of the derivative.
+        """Return magnitude / ‖sum‖ of each output; the norm is a constant of the derivative.
 
         Norms follow from products with A, so the sum is not computed and a shard of the kernel
         suffices: ‖w + s·A·b‖² = ‖w‖² + 2s (Aᵀw)·b + s² b·(AᵀA)·b.
@@ -110,4 +110,5 @@ class DoRAParam(LoRAParam):
         change = jnp.einsum("...rs,...so->...ro", of_a, b, preferred_element_type=jnp.float32)
         terms = 2 * self.scale * both + self.scale**2 * change
         total = own + jnp.sum(terms * b, axis=-2)
-        return (jnp.sqrt(own) + self.magnitude) / jnp.sqrt(total)
+        ratio = (jnp.sqrt(own) + self.magnitude) / jnp.sqrt(jnp.where(total > 0, total, 1.0))
+        return jnp.where(total > 0, ratio, 1.0)  # weights that are all zero have no direction

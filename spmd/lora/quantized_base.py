@@ -1,8 +1,9 @@
-"""Quantize the frozen parameters beside adapters (QLoRA): which, how, and their rules."""
+"""Quantization of the frozen parameters beside adapters (QLoRA): a table, and rules."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from spmd.lora.quantized_param import QuantizedParam, quantize_param
 from spmd.lora.weight_formats import FORMATS, WeightFormat
 from spmd.model_interface.model import Model, abstract_key
 from spmd.model_interface.wrapped_param import is_stored, store_as
+from spmd.plan.fsdp import decode_shards
 from spmd.settings.quantize import PLAIN, parse_table
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.patterns import PatternError, compile_pattern
@@ -43,7 +45,7 @@ def table_problems(table: str) -> list[Problem]:
 
 
 def find_formats(model: Model, table: str, rules: Rules) -> dict[str, WeightFormat]:
-    """Return path → format of the kernels that are quantized.
+    """Return path → format of the quantized kernels.
 
     They are kernels `[in, out]` between layers, as their layers declare them: no lookups, logits or
     routers.
@@ -127,7 +129,7 @@ def quantize_base(base: Any, formats: Mapping[str, WeightFormat], dtype: str, mo
         if path not in formats:
             return param
         takes_codes = path in info.wrappable
-        return quantize_param(param, formats[path], dtype=dtype, takes_codes=takes_codes)
+        return quantize_param(param, formats[path], dtype=dtype, path=path, takes_codes=takes_codes)
 
     return tree.map_with_path(place, base)
 
@@ -141,12 +143,22 @@ def decode_base(base: Any, like: Any) -> Any:
     """Return frozen parameters of a run, the quantized ones decoded into the arrays of `like`."""
 
     def decode(wanted: jax.ShapeDtypeStruct, param: Any) -> Any:
-        if not is_stored(param):
+        if not isinstance(param, QuantizedParam):
             return param
-        run = jax.jit(lambda stored: stored.decoded(wanted.dtype), out_shardings=wanted.sharding)
-        return run(param)
+        anonymous = dataclasses.replace(param, path="")  # one program for all paths
+        return _decoder(wanted.dtype, wanted.sharding)(anonymous)
 
     return jax.tree.map(decode, like, base)
+
+
+@functools.cache
+def _decoder(dtype: Any, sharding: Any) -> Callable[[Any], jax.Array]:
+    """Return the program for decoding a parameter; compiled once for each shape and format."""
+
+    def decode(stored: Any) -> jax.Array:
+        return stored.decoded(dtype)
+
+    return jax.jit(decode, out_shardings=sharding)
 
 
 def start_base(base: Any, model: Model) -> Any:
@@ -163,13 +175,13 @@ def start_base(base: Any, model: Model) -> Any:
             return param
         if runs_by_layer and dims_of(path, stacks):
             return param
-        return param.at_layer()
+        return decode_shards(param, path, param.dtype, is_stack=True)
 
     return tree.map_with_path(start, base, is_leaf=is_stored)
 
 
 def rules_of_parts(base: Any, rules: Rules) -> Rules:
-    """Return a table for frozen parameters of which some are quantized.
+    """Return a table for frozen parameters, some of them quantized.
 
     Codes and scales of blocks are split as the parameter is, by its row; what else a format has
     has a row of its own.
@@ -198,7 +210,7 @@ def rules_of_parts(base: Any, rules: Rules) -> Rules:
 def _own_rows(
     name: str, layer: QuantizedParam, requested: P | Replicate
 ) -> dict[str, P | Replicate]:
-    """Return rows for the arrays that are not split as their parameter is."""
+    """Return rows for the arrays with another split than their parameter."""
     rows: dict[str, P | Replicate] = {}
     spec = P() if isinstance(requested, Replicate) else requested
     specs = layer.specs_by(spec)

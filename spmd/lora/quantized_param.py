@@ -1,7 +1,8 @@
-"""A frozen parameter in 4 or 8 bits: sharded, saved and gathered as codes, and decoded for its use."""
+"""A frozen parameter in 4 or 8 bits: sharded and saved as codes, and decoded for its use."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array
 
 from spmd.lora.weight_formats import FORMATS, Parts, WeightFormat
 from spmd.model_interface.wrapped_param import StoredParam, has_fetched, start_layer
+from spmd.plan.fsdp import decode_shards
 from spmd.sharding.collectives import gather_dims
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
@@ -26,6 +28,7 @@ class QuantizedParam(StoredParam):
         codes: As `spmd.lora.weight_formats.Parts` says, like the following ones.
         format: A name in `FORMATS`.
         param_dtype: Dtype of the parameter without a cast.
+        path: Its path in the model.
         takes_codes: Whether its layer gathers it as codes; else the layer is given the parameter.
     """
 
@@ -35,6 +38,7 @@ class QuantizedParam(StoredParam):
     offset: Any
     format: str = dataclasses.field(metadata={"static": True})
     param_dtype: str = dataclasses.field(metadata={"static": True})
+    path: str = dataclasses.field(metadata={"static": True})
     takes_codes: bool = dataclasses.field(metadata={"static": True})
 
     @property
@@ -62,7 +66,15 @@ class QuantizedParam(StoredParam):
         here = self._with(start_layer(self.parts))
         if self.takes_codes:
             return here
-        return here.decoded(self.dtype)
+        return decode_shards(here, self.path, self.dtype, is_stack=False)
+
+    def __jax_array__(self) -> Array:
+        """Return the parameter, for a layer without `start_layer`."""
+        return self.decoded(self.dtype)
+
+    def __getitem__(self, index: Any) -> Array:
+        """Return a part of the parameter, as Flax's layers take their arrays."""
+        return self.__jax_array__()[index]
 
     def operand(self) -> Any:
         """Return the codes: a linear layer gathers them, and decodes them for its matmuls."""
@@ -96,8 +108,8 @@ class QuantizedParam(StoredParam):
         """
         shardings = jax.tree.map(lambda part: part.sharding, self.parts)
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-        parts = _encode(self._format, param, specs)
-        return self._with(jax.device_put(parts, shardings))
+        encode = _encoder(self._format, param.sharding, param.ndim, specs)
+        return self._with(jax.device_put(encode(param), shardings))
 
     @property
     def _format(self) -> WeightFormat:
@@ -108,29 +120,33 @@ class QuantizedParam(StoredParam):
 
 
 def quantize_param(
-    param: Array, weight_format: WeightFormat, *, dtype: str, takes_codes: bool
+    param: Array, weight_format: WeightFormat, *, dtype: str, path: str, takes_codes: bool
 ) -> QuantizedParam:
     """Return a parameter in a format."""
     parts = weight_format.encode_all(param)
-    return QuantizedParam(*parts, weight_format.name, dtype, takes_codes)
+    return QuantizedParam(*parts, weight_format.name, dtype, path, takes_codes)
 
 
 def _where_present(specs: Parts, arrays: Parts) -> Parts:
-    """Return the specs of the arrays that a format has."""
+    """Return the specs of the present arrays."""
     kept = []
     for spec, array in zip(specs, arrays, strict=True):
         kept.append(None if array is None else spec)
     return Parts(*kept)
 
 
-def _encode(weight_format: WeightFormat, param: Array, specs: Parts) -> Parts:
-    """Return the arrays of a parameter, split as `specs` say, before the last two dimensions as it."""
-    sharding = param.sharding
-    assert isinstance(sharding, NamedSharding)
+@functools.cache
+def _encoder(
+    weight_format: WeightFormat, sharding: NamedSharding, ndim: int, specs: Parts
+) -> Callable[[Array], Parts]:
+    """Return the program for encoding a parameter into arrays with some specs.
+
+    Before the last two dimensions they are split as the parameter is.
+    """
     mesh = sharding.mesh
     axes = tuple(mesh.shape)
-    gathers = spec_dims(sharding.spec, param.ndim, axes)[-2:]
-    lead = param.ndim - 2
+    gathers = spec_dims(sharding.spec, ndim, axes)[-2:]
+    lead = ndim - 2
 
     def own_part(whole: Array, spec: P) -> Array:
         return _own_part(whole, spec_dims(spec, lead + whole.ndim, axes)[lead:], mesh)
@@ -146,11 +162,11 @@ def _encode(weight_format: WeightFormat, param: Array, specs: Parts) -> Parts:
     run = jax.shard_map(
         encode_shard, mesh=mesh, in_specs=sharding.spec, out_specs=specs, check_vma=False
     )
-    return jax.jit(run)(param)
+    return jax.jit(run)
 
 
 def _own_part(whole: Array, dims: Sequence[tuple[str, ...]], mesh: AnyMesh) -> Array:
-    """Return the device's part of an array that all devices have whole."""
+    """Return the device's part of an array, whole on all devices."""
     for dim, axes in enumerate(dims):
         count = shards_of(axes, mesh.shape)
         if count > 1:

@@ -1,4 +1,4 @@
-"""The parameters that have an adapter, and its rank."""
+"""The parameters with an adapter, and its rank."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,7 +47,9 @@ def find_targets(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, Targ
     found = dict[str, Target]()
     for path, where in named_by.items():
         found[path] = Target(shapes[path], ranks[path])
-        problems += _target_problems(where, path, found[path], dims_of(path, rules.stacks))
+        stacked = dims_of(path, rules.stacks)
+        is_default = ranks[path] == lora.rank
+        problems += _target_problems(where, path, found[path], stacked, is_default=is_default)
     if problems:
         raise ConfigError(TITLE, problems)
     return found
@@ -56,7 +58,7 @@ def find_targets(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, Targ
 def _ranks(
     lora: LoRAConfig, paths: Sequence[str], rules: Rules, problems: list[Problem]
 ) -> dict[str, int]:
-    """Return the rank of each target; report rows that decide none."""
+    """Return the rank of each target; report rows without one of their own."""
     ranks = dict[str, int]()
     for pattern, rank in rank_rows(lora.ranks):
         new = []
@@ -75,7 +77,7 @@ def _ranks(
 
 
 def _target_problems(
-    where: str, path: str, target: Target, stacked: Sequence[int]
+    where: str, path: str, target: Target, stacked: Sequence[int], *, is_default: bool
 ) -> list[Problem]:
     """Return a problem if a parameter cannot have an adapter."""
     shape, rank = target
@@ -88,5 +90,6 @@ def _target_problems(
     least = min(shape[-2:])
     if rank > least:
         what = f"is above the rank of {path}"
-        return [Problem("lora.rank", what, f"{rank} > {least} of {shape}", f"at most {least}")]
+        setting = "lora.rank" if is_default else "lora.ranks"
+        return [Problem(setting, what, f"{rank} > {least} of {shape}", f"at most {least}")]
     return []

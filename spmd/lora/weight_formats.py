@@ -52,6 +52,7 @@ _NF4 = (
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN = 8
 _EXPONENT_OF_LARGEST = 2  # 6 is 1.5 · 2²
+_NOT_A_NUMBER = 255  # the scale of blocks that are not finite
 
 _SCALES = 256
 """Scales of `nf4` that share a scale of their own."""
@@ -60,7 +61,7 @@ _ZERO = 127  # the code of 0, in the middle
 
 
 class Parts(NamedTuple):
-    """The arrays of a weight in a format, or what belongs to each; a format may lack the last two.
+    """The arrays of a weight in a format, the last two optional, or the spec of each.
 
     Attributes:
         codes: `[..., in, out]`, or half as many rows of two codes each.
@@ -94,7 +95,7 @@ class WeightFormat(abc.ABC):
         """Return weights, computed in float32."""
 
     def shape_of(self, codes: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a weight, given that of its codes."""
+        """Return the shape of a weight by the shape of its codes."""
         *lead, rows, outputs = codes
         return (*lead, rows * self.per_byte, outputs)
 
@@ -121,7 +122,9 @@ class NormalFloat(WeightFormat):
         centered = by_output - offset
         outer = jnp.max(jnp.abs(_padded(centered)), axis=1)
         ratios = centered / divisor_of(_repeated(outer, centered.size))
-        scale = _nearest(ratios, _dynamic_values()).reshape(largest.T.shape).T
+        values = _dynamic_values()
+        scale = _nearest(ratios, values)
+        scale = scale.reshape(largest.T.shape).T
         return Parts(_packed(codes), scale, outer, offset)
 
     def decode(self, parts: Parts, dtype: jnp.dtype) -> Float[Array, "*lead in out"]:
@@ -131,8 +134,10 @@ class NormalFloat(WeightFormat):
         *lead, blocks, outputs = parts.scale.shape
         outer = _repeated(parts.outer_scale, blocks * outputs)
         outer = outer.reshape(*lead, outputs, blocks).swapaxes(-1, -2)
-        scale = _dynamic_value(parts.scale) * outer + parts.offset[..., None, None]
-        return _scaled(_chosen(_unpacked(parts), _NF4), scale, dtype)
+        offset = parts.offset[..., None, None]
+        scale = _dynamic_value(parts.scale) * outer + offset
+        codes = _unpacked(parts)
+        return _scaled(_chosen(codes, _NF4), scale, dtype)
 
 
 class Microscaling(WeightFormat):
@@ -144,7 +149,7 @@ class Microscaling(WeightFormat):
         largest = jnp.max(jnp.abs(blocks), axis=1)
         biased = jax.lax.bitcast_convert_type(largest, jnp.uint32) >> 23
         scale = jnp.maximum(biased, _EXPONENT_OF_LARGEST) - _EXPONENT_OF_LARGEST
-        scale = scale.astype(jnp.uint8)
+        scale = jnp.where(jnp.isfinite(largest), scale, _NOT_A_NUMBER).astype(jnp.uint8)
         numbers = blocks / divisor_of(_exponential(scale))[:, None]
         codes = jnp.zeros(blocks.shape, jnp.uint8)
         for index, (below, above) in enumerate(itertools.pairwise(_E2M1)):
@@ -154,13 +159,16 @@ class Microscaling(WeightFormat):
             if index % 2:
                 is_above = jnp.abs(numbers) >= middle
             codes += is_above
-        codes += _SIGN * jnp.signbit(numbers).astype(jnp.uint8)
+        signs = jnp.signbit(numbers)
+        codes += _SIGN * signs.astype(jnp.uint8)
         return Parts(_packed(codes), scale)
 
     def decode(self, parts: Parts, dtype: jnp.dtype) -> Float[Array, "*lead in out"]:
         """Return value × 2^exponent."""
         signed = (*_E2M1, *(-value for value in _E2M1))
-        return _scaled(_chosen(_unpacked(parts), signed), _exponential(parts.scale), dtype)
+        codes = _unpacked(parts)
+        scale = _exponential(parts.scale)
+        return _scaled(_chosen(codes, signed), scale, dtype)
 
 
 class Integer(WeightFormat):
@@ -235,12 +243,15 @@ def _scaled(
 
 
 def _exponential(biased: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """Return 2^(code - 127); 0 for the code 0, which float32 has no other number for."""
+    """Return 2^(code - 127); 0 for the code 0.
+
+    The code 255 is infinite, and makes numbers that are not finite.
+    """
     return jax.lax.bitcast_convert_type(biased.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def _mean(scales: Float[Array, "n"]) -> Float[Array, ""]:
-    """Return the mean, of sums in an order that no compiler changes: equal bits on all meshes."""
+    """Return the mean of sums in a fixed order: equal bits on all meshes."""
     sums = scales
     while sums.size > 1:
         half = (sums.size + 1) // 2

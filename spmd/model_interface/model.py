@@ -179,6 +179,12 @@ class ModelInfo:
     step_variables: frozenset[str] = frozenset()
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    @property
+    def frozen_params(self) -> frozenset[str]:
+        """Paths of the module's frozen parameters, in any form."""
+        plain = {name for path, name in self.frozen.items() if not self.is_stored_part(path)}
+        return frozenset(plain.union(self.stored_as))
+
     def is_stored_part(self, path: str) -> bool:
         """Return whether a frozen variable is an array of a parameter in another form."""
         parents = {codes.rpartition("/")[0] for codes in self.stored_as.values()}

@@ -37,7 +37,7 @@ class WrappedParam(abc.ABC):
     def completed(
         self, y: Float[Array, "*batch out"], x: Float[Array, "*batch in"]
     ) -> Float[Array, "*batch out"]:
-        """Return the product of an input with the parameter, given `y`, that with its operand."""
+        """Complete `y`, the product of an input with the operand of the parameter."""
         del x
         return y
 
@@ -78,7 +78,7 @@ class StoredParam(WrappedParam):
 
     @abc.abstractmethod
     def abstract_param(self) -> jax.ShapeDtypeStruct:
-        """Return the parameter that is stored, sharded as its codes are."""
+        """Return the stored parameter, sharded as its codes are."""
 
     @abc.abstractmethod
     def stored(self, param: Array) -> Self:
@@ -125,7 +125,7 @@ def abstract_params(tree: Any) -> Any:
 
 
 def store_as(like: Any, param: Array) -> Any:
-    """Return a parameter as it is stored at a place: as it is, or in the form that is there."""
+    """Return a parameter in the form of a place: as it is, or stored."""
     if is_stored(like):
         return like.stored(param)
     return param
@@ -170,7 +170,7 @@ def rider_of(param: Any) -> Array | None:
 def complete_product(
     param: Any, y: Float[Array, "*batch out"], x: Float[Array, "*batch in"]
 ) -> Float[Array, "*batch out"]:
-    """Return the product of an input with a kernel, given `y`, that with its operand."""
+    """Complete `y`, the product of an input with the operand of a kernel."""
     if is_wrapped(param):
         return param.completed(y, x)
     return y

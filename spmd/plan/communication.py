@@ -19,7 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
+from spmd import tree
 from spmd.codecs import EXCHANGES, GATHERS
+from spmd.model_interface.wrapped_param import is_stored
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement, PlanEntry
 from spmd.plan.sharded_param import ShardedParam, sharded_param
@@ -92,13 +94,19 @@ def gathers(plan: ShardingPlan) -> Iterator[Transfer]:
     sizes = plan.mesh.shape
     compute = plan.precision.compute
     info = plan.model.info()
+    decoded = _decoded_elements(plan)
     for entry, placed in _placed_params(plan):
         param = sharded_param(placed.of_stack(), len(entry.shape))
         if not param.is_gathered:
             continue
         dtype = compute
-        if info.is_stored_part(entry.path):
+        elements = math.prod(entry.shape)
+        if entry.path in decoded:
+            elements = decoded[entry.path]
+        elif info.is_stored_part(entry.path):
             dtype = entry.dtype
+        if not elements:
+            continue
         block = 1
         codec = placed.comm.param_codec
         if codec:
@@ -109,10 +117,28 @@ def gathers(plan: ShardingPlan) -> Iterator[Transfer]:
             axes=tuple(itertools.chain(*param.gathers)),
             dtype=dtype,
             plain=compute,
-            elements=math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split),
+            elements=elements // math.prod(sizes[axis] for axis in param.split),
             block=block,
             is_matrix=_is_matrix(entry, placed),
         )
+
+
+def _decoded_elements(plan: ShardingPlan) -> dict[str, int]:
+    """Return the elements of parameters that are decoded before they are gathered.
+
+    They are counted at their codes; their scales have none. Their layers take no codes.
+    """
+    info = plan.model.info()
+    variables = tree.flatten(plan.abstract_variables, is_leaf=is_stored)
+    elements = dict[str, int]()
+    for module, codes in info.stored_as.items():
+        if module in info.wrappable:
+            continue
+        node = codes.rpartition("/")[0]
+        for part in tree.flatten(variables[node]):
+            elements[f"{node}/{part}"] = 0
+        elements[codes] = math.prod(variables[node].shape)
+    return elements
 
 
 def reductions(plan: ShardingPlan) -> Iterator[Transfer]:

@@ -138,6 +138,27 @@ def _gather_stored(stored: StoredParam, placement: ParamPlacement | None, dtype:
         return constrain(whole, mesh, placement.compute_spec, "a layer's parameter")
 
 
+def decode_shards(stored: StoredParam, path: str, dtype: Any, *, is_stack: bool) -> jax.Array:
+    """Decode a stored parameter into its shards, for a layer that gathers no codes.
+
+    Args:
+        path: Its path in the model.
+        is_stack: Whether it is of all layers of its stack.
+    """
+    placement = current().placements.get(path)
+    if placement is None:
+        return stored.decoded(dtype)
+    if is_stack:
+        placement = placement.of_stack()
+
+    def split(part: jax.Array, spec: P) -> jax.Array:
+        return constrain(part, placement.mesh, spec, "a part of a layer's parameter")
+
+    with named_after(placement):
+        shards = jax.tree.map(split, stored, stored.specs_by(placement.param_spec))
+        return split(shards.decoded(dtype), placement.param_spec)
+
+
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Sum a layer's gradient over devices, into its sharding in the plan."""
     if placement is None:

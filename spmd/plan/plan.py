@@ -632,8 +632,10 @@ def _place_params(
         placements[module] = place(path)
     for module, path in info.stored_as.items():
         placement = dataclasses.replace(place(path), recipe=recipes.get(module))
-        # A backward pass decodes again: decoded parameters would take the memory that codes spare.
-        placements[module] = dataclasses.replace(placement, save_gathered=False)
+        if module in info.wrappable:
+            # A backward pass decodes again: decoded, they would take the memory that codes spare.
+            placement = dataclasses.replace(placement, save_gathered=False)
+        placements[module] = placement
     for path in (*info.frozen, *inputs.weights):
         if path not in info.merged:
             placements[path] = place(path)

@@ -306,7 +306,7 @@ def resolve_recipes(
         return {}, problems
     trained = set(trained)
     names = {}
-    for path in sorted({*trained, *info.frozen.values()}):
+    for path in sorted({*trained, *info.frozen_params}):
         names[path] = rules.layer_path(path)[0]
     recipes = dict[str, QuantizationRecipe | None]()
     for pattern, name in parse_table(table):

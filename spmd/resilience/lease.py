@@ -81,6 +81,22 @@ def read_lease(folder: Location) -> LeaseState:
     return LeaseState()
 
 
+def request_save(folder: Location) -> None:
+    """Ask the process that holds the lease of a run folder to save a checkpoint.
+
+    It finds the request with one of its next heartbeats.
+
+    Raises:
+        CheckpointError: No process holds the lease.
+    """
+    state = read_lease(folder)
+    files = _lease_files(folder, lambda line: None)
+    if not state.is_alive:
+        what = "is trained by no process, so none can save a checkpoint"
+        raise CheckpointError("Nothing was saved:", [Problem(files.where, what)])
+    files.request_save()
+
+
 class Lease:
     """Lease of a run folder in a `with` block. All processes of a run enter it; process 0 holds it.
 
@@ -96,6 +112,8 @@ class Lease:
 
     Attributes:
         number: The number of this lease, from 1; 0 before it is held.
+        save_requests: How often `request_save` has asked the holder to save, counted with the
+            heartbeats; 0 on other processes.
 
     Raises:
         CheckpointError: Another run holds the lease, or the folder has problems; the same on every
@@ -117,6 +135,7 @@ class Lease:
         self._exit = exit_process
         self._held: LeaseName | None = None
         self.number = 0
+        self.save_requests = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spmd-lease", daemon=True)
 
@@ -193,12 +212,18 @@ class Lease:
         while not self._stopped.wait(HEARTBEAT):
             try:
                 self.renew()
+                self._count_request()
             except _LostError as error:
                 print(f"spmd: {error}", file=sys.stderr, flush=True)
                 self._exit(EXIT_LOST)
                 break
             except CheckpointError:
                 continue  # the file server may answer again
+
+    def _count_request(self) -> None:
+        where = self._files.where
+        with disk_errors(where, "reading requests", "the folder must be readable"):
+            self.save_requests += self._files.take_request()
 
     def _problems(self) -> Sequence[Problem]:
         """Claim the lease; return the problems of the claim, or of the folder."""

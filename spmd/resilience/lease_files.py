@@ -3,6 +3,7 @@
 ```
 lease/3.json        held: host, process, since when
 lease/3.released    free
+lease/save          a request to save a checkpoint; the holder removes it
 ```
 
 A local file's modification time is its last heartbeat, by the clock of the file server. An object
@@ -38,6 +39,7 @@ _MAX_BYTES = 1 << 16
 _HELD = ".json"
 _RELEASED = ".released"
 _BEAT = "beat"
+_SAVE = "save"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +188,14 @@ class LeaseFiles(Protocol):
         """Mark a held lease as free."""
         ...
 
+    def request_save(self) -> None:
+        """Ask the holder to save a checkpoint."""
+        ...
+
+    def take_request(self) -> bool:
+        """Remove a request to save; return whether there was one."""
+        ...
+
 
 class LocalLeaseFiles(LeaseFiles):
     """Files in a folder of a local or a shared file system."""
@@ -250,6 +260,18 @@ class LocalLeaseFiles(LeaseFiles):
         """Rename the file."""
         with contextlib.suppress(OSError):  # it was lost, or will expire
             self._path(name).rename(self._path(LeaseName(name.number, is_released=True)))
+
+    def request_save(self) -> None:
+        """Create an empty file."""
+        (self._folder / _SAVE).touch()
+
+    def take_request(self) -> bool:
+        """Remove the file, if there is one."""
+        try:
+            (self._folder / _SAVE).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def _path(self, name: LeaseName) -> Path:
         return self._folder / name.text
@@ -317,6 +339,17 @@ class BucketLeaseFiles(LeaseFiles):
             if self.beat(name):
                 self._bucket.write(LeaseName(name.number, is_released=True).text, b"{}")
                 self._bucket.delete(name.text)
+
+    def request_save(self) -> None:
+        """Write an object."""
+        self._bucket.write(_SAVE, b"{}")
+
+    def take_request(self) -> bool:
+        """Delete the object, if there is one."""
+        if not self._bucket.exists(_SAVE):
+            return False
+        self._bucket.delete(_SAVE)
+        return True
 
     def _values(self, name: LeaseName) -> Any:
         """Return the JSON value of an object; a FileNotFoundError if there is none."""

@@ -281,28 +281,43 @@ class Evaluate(Hook):
 
 
 class CommonClock(Hook):
-    """Seconds since the start of training, the same on all processes at each step.
+    """Seconds since the start of training and requests to save, the same on all processes.
 
-    One process has its own clock. Of several, process 0's counts: it is exchanged every `every`
-    steps without waiting, and is known at the next exchange.
+    One process has its own. Of several, those of process 0 count: they are exchanged every `every`
+    steps without waiting, and are known at the next exchange.
+
+    Args:
+        requests: Returns how many requests to save there were so far.
+
+    Attributes:
+        seconds: Since the start.
+        save_requests: The requests so far.
     """
 
-    def __init__(self, every: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        every: int,
+        now: Callable[[], float] = time.monotonic,
+        requests: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._every = every
         self._now = now
+        self._requests = requests
         self._began = now()
         self._gather = AsyncGather() if jax.process_count() > 1 else None
         self.seconds = 0.0
+        self.save_requests = 0
 
     def on_dispatch(self, step: int) -> None:
-        """Read the clock."""
-        own = self._now() - self._began
+        """Read the clock and the requests."""
+        own = [self._now() - self._began, self._requests()]
         if self._gather is None:
-            self.seconds = own
+            self.seconds, self.save_requests = own
         elif step % self._every == 0:
-            rows = self._gather.gather([own])
+            rows = self._gather.gather(own)
             if rows is not None:
                 self.seconds = float(rows[0, 0])
+                self.save_requests = int(rows[0, 1])
 
 
 @dataclasses.dataclass(eq=False)
@@ -339,14 +354,17 @@ class Save(Hook):
 
     def __post_init__(self) -> None:
         self._saved_at = 0.0
+        self._answered = 0
 
     def on_stop(self, step: int) -> None:
         """Save after this step."""
         self.last_step = step
 
     def wants_state(self, step: int) -> bool:
-        """Return true at the intervals, after the minutes, and at the end."""
+        """Return true at the intervals, after the minutes, when asked to, and at the end."""
         if _is_multiple(step, self.every) or _is_multiple(step, self.milestones):
+            return True
+        if self.clock.save_requests > self._answered:
             return True
         elapsed = self.clock.seconds - self._saved_at
         is_late = self.minutes > 0 and elapsed >= 60 * self.minutes
@@ -355,6 +373,7 @@ class Save(Hook):
     def on_state(self, step: int, state: Any) -> None:
         """Start an asynchronous save of the state and record for a resumed run."""
         self._saved_at = self.clock.seconds
+        self._answered = self.clock.save_requests
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
         with self.telemetry.during(
             "checkpoint", f"saving step {step}, or waiting for the previous save"

@@ -112,7 +112,8 @@ def _gain(recipe: QuantizationRecipe, chip: Chip, speeds: Hardware) -> str:
 
 def _kernels(plan: ShardingPlan) -> dict[QuantizationRecipe, dict[str, int]]:
     """Return recipe → path → parameters of its kernels."""
-    frozen = plan.model.info().frozen
+    info = plan.model.info()
+    frozen = {**info.frozen, **{codes: path for path, codes in info.stored_as.items()}}
     found = collections.defaultdict[QuantizationRecipe, dict[str, int]](dict)
     variables = [entry for entry in plan.variables if entry.path in frozen]
     for entry in (*plan.params, *variables):

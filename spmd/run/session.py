@@ -558,7 +558,9 @@ class _Session:
             batches = stack.enter_context(opened)
             log = self.make_log(writers, skipped)
             evaluate = self.make_evaluate(writers, point.evaluation)
-            clock = CommonClock(run.config.log_every)
+            lease = telemetry.lease
+            asked = lease.save_requests  # before the last roll-back
+            clock = CommonClock(run.config.log_every, requests=lambda: lease.save_requests - asked)
             save = self.make_save(evaluate, clock, point)
             hooks = [
                 *self.divergence_checks(skipped),

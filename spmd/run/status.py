@@ -79,7 +79,7 @@ class RunStatus:
         return "\n".join(f"{name:<{width}}   {text}" for name, text in rows)
 
     def _activity(self) -> str:
-        """Return who trains, or why nobody does."""
+        """Return the state of its process, in words."""
         holder = self.lease.holder
         if self.lease.is_alive:
             age = human_duration(self.lease.beat_age)
@@ -138,22 +138,15 @@ def read_status(location: Location) -> RunStatus:
     Raises:
         CheckpointError: There is no run.
     """
+    check_has_run(location)
     run = RunDir(location)
-    config_file = run.path / "config.json"
-    if not (run.has_run or config_file.exists()):
-        problem = Problem(
-            address_of(location),
-            "contains no run",
-            fix=_fix(run.path),
-        )
-        raise CheckpointError("Run not found:", [problem])
     metrics, measured_at = _last_metrics(read_json_lines(run.metrics))
     checkpoints = run.checkpoint_steps()
     return RunStatus(
         where=address_of(location),
         lease=read_lease(location),
         step=max(measured_at.values(), default=0),
-        steps=_planned_steps(config_file),
+        steps=_planned_steps(run.path / "config.json"),
         metrics=metrics,
         measured_at=measured_at,
         checkpoints=checkpoints,
@@ -161,8 +154,17 @@ def read_status(location: Location) -> RunStatus:
     )
 
 
+def check_has_run(location: Location) -> None:
+    """Raise a `CheckpointError` if there is no run."""
+    run = RunDir(location)
+    if run.has_run or (run.path / "config.json").exists():
+        return
+    problem = Problem(address_of(location), "contains no run", fix=_fix(run.path))
+    raise CheckpointError("Run not found:", [problem])
+
+
 def _fix(path: Path) -> str:
-    """Return what to give instead of a folder without a run."""
+    """Return the fix for a folder without a run."""
     if path.is_dir():
         return "give the folder that `spmd train` writes, such as runs/demo"
     return nearest_file(path)

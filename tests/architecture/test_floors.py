@@ -93,6 +93,8 @@ HOMES = {
         "commands.export_hf",
         "commands.diff",
         "commands.report",
+        "commands.save",
+        "commands.status",
     },
 }
 ENVIRONMENT_MODULES = {"distributed.initialize", "storage.endpoint", "testing"}

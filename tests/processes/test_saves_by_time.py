@@ -19,8 +19,9 @@ is_second = "--process-id 1" in " ".join(sys.argv)
 seconds_per_step = 5.0 if is_second else 20.0
 
 
-def own_clock(every):
-    return CommonClock(every, now=itertools.count(0.0, seconds_per_step).__next__)
+def own_clock(every, requests):
+    now = itertools.count(0.0, seconds_per_step).__next__
+    return CommonClock(every, now=now, requests=requests)
 
 
 session.CommonClock = own_clock

@@ -97,16 +97,33 @@ def test_processes_go_by_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
             sent.append(row[0])
             if len(sent) == 1:
                 return None
-            return np.array([[100.0 * (len(sent) - 1)], [sent[-2]]], np.float32)
+            asked = len(sent) - 2
+            rows = [[100.0 * (len(sent) - 1), asked], [sent[-2], 7]]
+            return np.array(rows, np.float32)
 
     monkeypatch.setattr(hooks, "AsyncGather", Gather)
     monkeypatch.setattr(hooks.jax, "process_count", lambda: 2)
     clock = CommonClock(5, now=iter(range(100)).__next__)
-    seconds = []
+    seconds, asked = [], []
     for step in range(1, 16):
         clock.on_dispatch(step)
         seconds.append(clock.seconds)
+        asked.append(clock.save_requests)
     assert seconds == [0.0] * 9 + [100.0] * 5 + [200.0]
+    assert asked == [0] * 14 + [1]
+
+
+def test_a_request_is_answered_by_one_checkpoint() -> None:
+    """At the next step; two that come between the same steps are answered together."""
+    asked = [0, 0, 1, 1, 1, 3, 3, 3]
+    clock = CommonClock(1, requests=iter(asked).__next__)
+    checkpoints = Checkpoints()
+    save = make_save(clock, checkpoints, 100)
+    for step in range(1, len(asked) + 1):
+        clock.on_dispatch(step)
+        if save.wants_state(step):
+            save.on_state(step, None)
+    assert checkpoints.saved == [3, 6]
 
 
 def test_values_are_checked() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd.errors import CheckpointError
+from spmd.resilience.lease import request_save
 from spmd.resilience.lease_files import LeaseName, LocalLeaseFiles
 from spmd.run.status import RunStatus, read_status
 
@@ -70,6 +71,17 @@ def test_a_run_that_ended_says_how(tmp_path: Path) -> None:
     assert "left" not in str(status(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"config": {"steps": 20}}))
     assert "done" in str(status(tmp_path))
+
+
+def test_a_request_to_save_is_taken_once(tmp_path: Path) -> None:
+    """Only a living holder is asked; it removes the request, and counts it."""
+    files = write_run(tmp_path)
+    with pytest.raises(CheckpointError, match="trained by no process"):
+        request_save(tmp_path)
+    files.create(LeaseName(1))
+    request_save(tmp_path)
+    request_save(tmp_path)
+    assert [files.take_request(), files.take_request()] == [True, False]
 
 
 def test_what_is_missing_is_left_out(tmp_path: Path) -> None:
