@@ -18,6 +18,7 @@ from spmd.model_interface.wrapped_param import is_stored, store_as
 from spmd.plan.fsdp import decode_shards
 from spmd.settings.quantize import PLAIN, parse_table
 from spmd.sharding.layer_paths import dims_of
+from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.rules import Replicate, Rules, matches, replicate
 
@@ -115,6 +116,31 @@ def _block_problems(name: str, shape: Sequence[int], weight_format: WeightFormat
     detail = f"{inputs} / {block} = {inputs / block:.4g}"
     fix = f'{_FIELD}="{name}=int8,…", whose scale is of all inputs, or {name}={PLAIN}'
     return [Problem(name, what, detail, fix)]
+
+
+def block_problems(model: Model, table: str, rules: Rules, mesh: AnyMesh) -> list[Problem]:
+    """Return a problem for each kernel with blocks of inputs that a mesh would split."""
+    problems = list[Problem]()
+    rules = rules.with_recorded(model.info().stacks)
+    shapes = _kernel_shapes(model, rules)
+    for path, weight_format in find_formats(model, table, rules).items():
+        match = rules.match(path)
+        block = weight_format.block
+        if not block or match is None or isinstance(match.requested, Replicate):
+            continue
+        name, stacked = rules.layer_path(path)
+        ndim = len(shapes[path]) - len(stacked)
+        entries = [*match.requested, *(None,) * (ndim - len(match.requested))]
+        shards = shards_of(entries[-2], mesh.shape)
+        inputs = shapes[path][-2]
+        blocks = inputs // block
+        if blocks % shards:
+            what = f"is split over {shards} devices, and has {blocks} blocks of {block} inputs"
+            detail = f"{inputs} / {block} / {shards} = {blocks / shards:.4g}"
+            axes = " × ".join(entry_axes(entries[-2]))
+            fix = f"{_FIELD}='{name}=int8,…', {name}={PLAIN}, or fewer devices along {axes}"
+            problems.append(Problem(name, what, detail, fix))
+    return problems
 
 
 def quantize_base(base: Any, formats: Mapping[str, WeightFormat], dtype: str, model: Model) -> Any:

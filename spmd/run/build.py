@@ -36,6 +36,7 @@ from spmd.gradients.deferred_reduction import (
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, next_token_loss
 from spmd.lora.adapters import lora_rules, with_lora
+from spmd.lora.quantized_base import block_problems
 from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_interface.grad_transform import GradTransform
 from spmd.model_interface.model import Model
@@ -295,7 +296,11 @@ def build_plan(
     """Resolve every decision for the trained model on a mesh, with transforms of the gradient."""
     rules = config.rules
     if config.lora.targets:
-        rules = lora_rules(build_base_model(config), config.lora, rules)
+        base = build_base_model(config)
+        problems = block_problems(base, config.lora.quantize, rules, mesh)
+        if problems:
+            raise ConfigError("The mesh splits blocks of quantized parameters:", problems)
+        rules = lora_rules(base, config.lora, rules)
     plan = make_plan(
         mesh,
         rules,

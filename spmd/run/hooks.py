@@ -310,11 +310,13 @@ class CommonClock(Hook):
 
     def on_dispatch(self, step: int) -> None:
         """Read the clock and the requests."""
-        own = [self._now() - self._began, self._requests()]
+        seconds = self._now() - self._began
+        requests = self._requests()
         if self._gather is None:
-            self.seconds, self.save_requests = own
+            self.seconds = seconds
+            self.save_requests = requests
         elif step % self._every == 0:
-            rows = self._gather.gather(own)
+            rows = self._gather.gather([seconds, requests])
             if rows is not None:
                 self.seconds = float(rows[0, 0])
                 self.save_requests = int(rows[0, 1])

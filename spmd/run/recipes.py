@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
+from spmd import tree
 from spmd.chips import CHIPS, Chip, Hardware, chip_of, is_board_of
 from spmd.errors import Problem
+from spmd.model_interface.wrapped_param import is_stored
 from spmd.plan.plan import ShardingPlan
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AnyMesh
@@ -88,7 +90,7 @@ def untuned_problems(
 def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:
     """Return the kernels of each recipe, and its gain on a kind of chip or a warning."""
     chip = chip_of(device_kind)
-    total = sum(math.prod(entry.shape) for entry in plan.params)
+    total = sum(_sizes(plan).values())
     lines = []
     for recipe, sizes in _kernels(plan).items():
         share = sum(sizes.values()) / total
@@ -112,15 +114,36 @@ def _gain(recipe: QuantizationRecipe, chip: Chip, speeds: Hardware) -> str:
 
 def _kernels(plan: ShardingPlan) -> dict[QuantizationRecipe, dict[str, int]]:
     """Return recipe → path → parameters of its kernels."""
-    info = plan.model.info()
-    frozen = {**info.frozen, **{codes: path for path, codes in info.stored_as.items()}}
+    frozen = plan.model.info().frozen
+    stored = {node: path for path, node in _stored_nodes(plan).items()}
     found = collections.defaultdict[QuantizationRecipe, dict[str, int]](dict)
-    variables = [entry for entry in plan.variables if entry.path in frozen]
-    for entry in (*plan.params, *variables):
-        placed = plan.placements.get(frozen.get(entry.path, entry.path))
+    for path, size in _sizes(plan).items():
+        in_module = stored.get(path, frozen.get(path, path))
+        placed = plan.placements.get(in_module)
         if placed is not None and placed.recipe is not None:
-            found[placed.recipe][entry.path] = math.prod(entry.shape)
+            found[placed.recipe][path] = size
     return found
+
+
+def _stored_nodes(plan: ShardingPlan) -> dict[str, str]:
+    """Return path of a frozen parameter in another form → its path among the variables."""
+    nodes = dict[str, str]()
+    for path, codes in plan.model.info().stored_as.items():
+        nodes[path] = codes.rpartition("/")[0]
+    return nodes
+
+
+def _sizes(plan: ShardingPlan) -> dict[str, int]:
+    """Return the elements of parameters, trained and frozen, in whatever form they are stored."""
+    info = plan.model.info()
+    sizes = {entry.path: math.prod(entry.shape) for entry in plan.params}
+    for entry in plan.variables:
+        if entry.path in info.frozen and not info.is_stored_part(entry.path):
+            sizes[entry.path] = math.prod(entry.shape)
+    variables = tree.flatten(plan.abstract_variables, is_leaf=is_stored)
+    for node in _stored_nodes(plan).values():
+        sizes[node] = math.prod(variables[node].shape)
+    return sizes
 
 
 def device_kind(mesh: AnyMesh) -> str:

@@ -20,7 +20,8 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.lora.adapters import BASE, lora_rules, with_lora
 from spmd.lora.config import LoRAConfig
-from spmd.lora.quantized_base import store_base
+from spmd.lora.param import DoRAParam
+from spmd.lora.quantized_base import block_problems, store_base
 from spmd.lora.weight_formats import FORMATS
 from spmd.model_interface.model import Model
 from spmd.model_interface.wrapped_param import abstract_params, is_stored
@@ -31,7 +32,9 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
+from spmd.plan.communication import gathers
 from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.run.recipes import recipe_lines
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.batch import place_batch
 from spmd.training.state import TrainState, init_state
@@ -187,7 +190,7 @@ DORA = dataclasses.replace(NF4, dora=True)
 INT8 = dataclasses.replace(NF4, quantize="attention/.*=int8,mlp/.*=mxfp4")
 
 
-def layout(
+def case_of(
     name: str, lora: LoRAConfig, sizes: dict[str, int], *, in_ci: bool = False, **options: Any
 ) -> Any:
     """A case: a model, its adapters, options of the plan and a mesh."""
@@ -199,14 +202,14 @@ def layout(
 @pytest.mark.parametrize(
     ("name", "lora", "options", "sizes"),
     [
-        layout("llama", NF4, {"fsdp": 2, "tensor": 2}, in_ci=True),
-        layout("regression", MIXED, {"fsdp": 2, "tensor": 2}, in_ci=True),
-        layout("llama", DORA, {"fsdp": 2, "data": 2}),
-        layout("mixtral", OF_EXPERTS, {"fsdp": 2, "expert": 2}),
-        layout("llama", INT8, {"data": 2, "fsdp": 2}),
-        layout("llama", NF4, {"fsdp": 2}, zero=1),
-        layout("llama", NF4, {"fsdp": 2}, remat="full", offload=("params",)),
-        layout("llama", NF4, {"sequence": 2, "tensor": 2}),
+        case_of("llama", NF4, {"fsdp": 2, "tensor": 2}, in_ci=True),
+        case_of("regression", MIXED, {"fsdp": 2, "tensor": 2}, in_ci=True),
+        case_of("llama", DORA, {"fsdp": 2, "data": 2}),
+        case_of("mixtral", OF_EXPERTS, {"fsdp": 2, "expert": 2}),
+        case_of("llama", INT8, {"data": 2, "fsdp": 2}),
+        case_of("llama", NF4, {"fsdp": 2}, zero=1),
+        case_of("llama", NF4, {"fsdp": 2}, remat="full", offload=("params",)),
+        case_of("llama", NF4, {"sequence": 2, "tensor": 2}),
     ],
 )
 def test_it_trains_as_beside_the_decoded_parameters(
@@ -327,6 +330,98 @@ def test_normal_float_is_as_published() -> None:
     assert np.abs(largest - scale).max() < outer.max() * 0.9 / 64
 
 
+class Scanned(nnx.Module):
+    """Layers that a plain scan runs: it knows nothing of layers that start with their parameters."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.vmap(lambda rngs: nnx.Linear(64, 64, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = nnx.split_rngs(splits=2)(make)(rngs)
+
+    def embed_inputs(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def apply_layers(self, x: jax.Array, context: Any = None) -> Any:
+        graph, state = nnx.split(self.layers)
+
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, layer)(x), None
+
+        return jax.lax.scan(body, x, state)[0]
+
+    def compute_outputs(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.apply_layers(x)
+
+
+def test_layers_of_a_plain_scan_decode_at_their_use() -> None:
+    """A model in parts whose layers do not fetch their parameters gets decoded ones."""
+    model = flax.from_nnx(lambda rngs: Scanned(rngs))
+    table = Rules([(".*kernel", P("fsdp")), (".*bias", replicate("small"))], stacked=("layers",))
+    lora = LoRAConfig(targets=(".*kernel",), rank=2, quantize="nf4")
+    low = with_lora(model, lora, table)
+    key = jax.random.key(0)
+    params, variables = low.init(key), low.init_variables(key)
+    x = jnp.ones((3, 64))
+    found, _ = low.forward(params, variables, None, x, train=False)
+    plain = model.apply(decoded(variables[BASE]), x)
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_the_plan_counts_what_is_gathered() -> None:
+    """Codes of linear layers as bytes, kernels of experts decoded; recipes are of coded kernels, too."""
+    of = plan("mixtral", OF_EXPERTS, (("quantize", "attention/.*=fp8"),), fsdp=2, expert=2)
+    sent = {transfer.path: transfer for transfer in gathers(of)}
+    codes = sent["base/layers/attention/k_proj/kernel/codes"]
+    shapes = {path: x.shape for path, x in tree.flatten(parameters("mixtral")).items()}
+    half = np.prod(shapes["layers/attention/k_proj/kernel"]) // 2  # two codes a byte
+    assert (codes.dtype, codes.bytes) == ("uint8", half)
+    experts = sent["base/layers/moe/experts/up_proj/kernel/codes"]
+    of_experts = np.prod(shapes["layers/moe/experts/up_proj/kernel"])
+    assert (experts.dtype, experts.elements) == ("float32", of_experts // 2)
+    assert "base/layers/moe/experts/up_proj/kernel/scale" not in sent
+    assert of.placements["layers/attention/q_proj/kernel"].recipe.name == "fp8"
+    assert not any(
+        "router" in path and "codes" in path for path in tree.flatten(of.abstract_variables)
+    )
+    (line,) = recipe_lines(of, "cpu")
+    assert "4 kernels" in line
+
+
+def test_magnitudes_are_those_of_the_sum() -> None:
+    """DoRA divides by the norms of the sum; with the norms of the base it is that direction alone."""
+    rng = np.random.default_rng(0)
+    base, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 6), (64, 3), (3, 6)))
+    base[:, 0] = b[:, 0] = 0
+    change = rng.normal(size=6).astype(np.float32)
+    param = DoRAParam(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), 2.0, jnp.asarray(change))
+    whole = base + 2.0 * a @ b
+    norms = np.linalg.norm(whole, axis=0)
+    expected = np.where(norms > 0, whole / np.where(norms > 0, norms, 1), 0)
+    expected *= np.linalg.norm(base, axis=0) + change
+    np.testing.assert_allclose(param.merged(), expected, rtol=1e-4, atol=1e-5)
+    x = jnp.asarray(rng.normal(size=(5, 64)), jnp.float32)
+    np.testing.assert_allclose(param.completed(x @ base, x), x @ expected, rtol=1e-3, atol=1e-3)
+
+
+def test_ranks_are_by_pattern() -> None:
+    """The first row decides; a row without a target of its own and a rank too high name their setting."""
+    lora = dataclasses.replace(NF4, ranks="mlp/.*=8,attention/q_proj/kernel=2", quantize="")
+    shapes = tree.flatten(jax.eval_shape(adapted("llama", lora).init, jax.random.key(0)))
+    ranks = {path: leaf.shape[-1] for path, leaf in shapes.items() if path.endswith("_lora_a")}
+    assert sorted(ranks.values()) == [2, 4, 8]
+    for ranks_text, says in (
+        ("mlp/.*=8,mlp/down_proj/kernel=2", r"row 'mlp/down_proj/kernel=2': matches no target"),
+        ("mlp/.*=4000", r"lora\.ranks: is above the rank"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            adapted("llama", dataclasses.replace(lora, ranks=ranks_text))
+    for ranks_text in ("=4", "mlp/.*=0", "8", "mlp/(=4"):
+        with pytest.raises(ConfigError, match=r"lora\.ranks"):
+            dataclasses.replace(lora, ranks=ranks_text)
+
+
 def test_what_cannot_be_quantized_is_said_at_once() -> None:
     """Unknown formats, rows of no kernel or of kernels of rows before, and inputs of no whole blocks."""
     with pytest.raises(ConfigError, match=r"names the format 'nf3'") as error:
@@ -344,3 +439,5 @@ def test_what_cannot_be_quantized_is_said_at_once() -> None:
         with_lora(tiny.model(narrow), NF4, LLAMA)
     with pytest.raises(RuleError, match=r"kernel/scale.*cannot split dimension 1"):
         plan("llama", NF4, fsdp=8)
+    problems = block_problems(tiny.model(CONFIG), "nf4", LLAMA, tiny.mesh(fsdp=8))
+    assert "is split over 8 devices, and has 2 blocks of 64 inputs" in str(problems[0])
