@@ -105,6 +105,7 @@ def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
     )
     fields |= {"precision": "bf16", "mesh": MESHES[name], "optimizer": optimizer}
     fields["checkpoint_every"] = 0
+    fields["evaluate"] = dataclasses.replace(config.evaluate, every=0)  # `train` evaluates
     return dataclasses.replace(config, seed=seed, steps=steps, **fields)
 
 

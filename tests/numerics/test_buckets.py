@@ -178,6 +178,7 @@ def test_requests_are_repeated_while_the_store_does_not_answer(s3, key, fault):
     assert "answers again" in said[1]
 
 
+@pytest.mark.soak
 def test_patience_ends(s3, key):
     with FaultProxy(s3, "refuse") as proxy:
         objects = Bucket(locate(s3.through(proxy, key)), patience=1)
