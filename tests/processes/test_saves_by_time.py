@@ -1,11 +1,14 @@
 """Two processes whose clocks differ save after the same steps, those that are due by the clock of process 0."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.train_runs import assert_same, losses, saved, state, train, write_tiny
+from tests.train_runs import PACED, Run, assert_same, losses, saved, state, train, write_tiny
 
 TWO = {"processes": 2, "devices": 2}
 CLOCK = """
@@ -48,3 +51,25 @@ def test_processes_save_together_by_the_first_clock(
     changed = ("--steps", 16, "--checkpoint-minutes", 0, "--keep-every", 5, "--max-to-keep", 1)
     train(config, by_time, *flags, *changed, "--resume", "auto", **TWO)
     assert saved(by_time) == [10, 15, 16]
+
+
+@pytest.mark.soak
+def test_processes_save_together_when_asked(
+    tmp_path: Path, place: Callable[[Path], Path | str]
+) -> None:
+    """`spmd save` returns once a checkpoint of both processes is there, the only one; the run goes on."""
+    config = write_tiny(tmp_path, PACED)
+    out = place(tmp_path / "asked")
+    flags = ("--steps", 4000, "--checkpoint-every", 0, "--log-every", 1)
+    command = [sys.executable, "-m", "spmd.cli"]
+    with Run(config, out, *flags, **TWO) as run:
+        run.wait_for_step(4)
+        asked = subprocess.run([*command, "save", out], capture_output=True, text=True, check=True)
+        (step,) = saved(out)
+        assert asked.stdout == f"{out} saved step {step:,}\n"
+        run.wait_for_step(step + 2)
+        shown = subprocess.run(
+            [*command, "status", out, "--json"], capture_output=True, text=True, check=True
+        )
+        status = json.loads(shown.stdout)
+        assert (status["lease"]["is_alive"], status["checkpoints"]) == (True, [step])
