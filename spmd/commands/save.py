@@ -9,8 +9,7 @@ from spmd.commands.parsing import parse_flags
 from spmd.errors import CheckpointError, Problem
 from spmd.observe.spinner import spinner
 from spmd.resilience.lease import request_save
-from spmd.run.run_dir import RunDir
-from spmd.run.status import check_has_run
+from spmd.run.run_dir import RunDir, check_has_run
 from spmd.storage.address import Location, locate
 
 _POLL = 1.0
@@ -35,8 +34,9 @@ def run_save(arguments: list[str]) -> int:
     """Ask for a checkpoint, wait for it, and return the exit code."""
     command: SaveCommand = parse_flags(SaveCommand, arguments, "spmd save")
     location = locate(command.run)
-    check_has_run(location)
-    before = RunDir(location).newest_checkpoint()
+    run = RunDir(location)
+    check_has_run(run, command.run)
+    before = run.newest_checkpoint()
     request_save(location)
     if not command.wait:
         print(f"asked {command.run} to save a checkpoint")

@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 from spmd.errors import ConfigError, Problem, check_fields
-from spmd.lora.quantized_base import table_problems
-from spmd.settings.quantize import parse_table
+from spmd.lora.weight_formats import FORMATS
+from spmd.settings.quantize import parse_table, table_problems
 from spmd.sharding.patterns import PatternError, compile_pattern
 
 TITLE = "Invalid adapters:"
@@ -36,7 +36,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"rank": "at least 1", "alpha": "finite"}, "lora.")
-        problems += table_problems(self.quantize)
+        problems += table_problems(self.quantize, FORMATS, setting="lora.quantize", kind="format")
         problems += _rank_problems(self.ranks)
         if not self.targets and self._has_settings:
             what = "is empty, so no parameter has an adapter"

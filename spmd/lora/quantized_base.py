@@ -19,30 +19,11 @@ from spmd.plan.fsdp import decode_shards
 from spmd.settings.quantize import PLAIN, parse_table
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
-from spmd.sharding.patterns import PatternError, compile_pattern
+from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Replicate, Rules, matches, replicate
 
 _FIELD = "lora.quantize"
 _SMALL = "one number for many weights"
-
-
-def table_problems(table: str) -> list[Problem]:
-    """Return a problem for each row without a pattern, or with an unknown format."""
-    known = (*FORMATS, PLAIN)
-    problems = []
-    for pattern, name in parse_table(table):
-        if name not in known:
-            fix = did_you_mean(name, known)
-            problems.append(Problem(_FIELD, f"names the format {name!r}", fix=fix))
-        if not pattern:
-            fix = "PATTERN=FORMAT, such as mlp/.*=nf4"
-            problems.append(Problem(_FIELD, f"has a row without a pattern: '={name}'", fix=fix))
-        try:
-            compile_pattern(pattern)
-        except PatternError as error:
-            what = f"has the pattern {pattern!r}, which is no regular expression: {error}"
-            problems.append(Problem(_FIELD, what))
-    return problems
 
 
 def find_formats(model: Model, table: str, rules: Rules) -> dict[str, WeightFormat]:

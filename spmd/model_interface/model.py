@@ -185,10 +185,17 @@ class ModelInfo:
         plain = {name for path, name in self.frozen.items() if not self.is_stored_part(path)}
         return frozenset(plain.union(self.stored_as))
 
+    @property
+    def stored_nodes(self) -> dict[str, str]:
+        """Path of a parameter in another form in the module → its node among the variables."""
+        nodes = {}
+        for path, codes in self.stored_as.items():
+            nodes[path] = codes.rpartition("/")[0]
+        return nodes
+
     def is_stored_part(self, path: str) -> bool:
         """Return whether a frozen variable is an array of a parameter in another form."""
-        parents = {codes.rpartition("/")[0] for codes in self.stored_as.values()}
-        return path.rpartition("/")[0] in parents
+        return path.rpartition("/")[0] in self.stored_nodes.values()
 
 
 @jax.tree_util.register_dataclass

@@ -93,11 +93,6 @@ class StoredParam(WrappedParam):
         """Return the parameter."""
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions of the parameter."""
-        return len(self.shape)
-
-    @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""

@@ -131,13 +131,12 @@ def _decoded_elements(plan: ShardingPlan) -> dict[str, int]:
     info = plan.model.info()
     variables = tree.flatten(plan.abstract_variables, is_leaf=is_stored)
     elements = dict[str, int]()
-    for module, codes in info.stored_as.items():
+    for module, node in info.stored_nodes.items():
         if module in info.wrappable:
             continue
-        node = codes.rpartition("/")[0]
         for part in tree.flatten(variables[node]):
             elements[f"{node}/{part}"] = 0
-        elements[codes] = math.prod(variables[node].shape)
+        elements[info.stored_as[module]] = math.prod(variables[node].shape)
     return elements
 
 

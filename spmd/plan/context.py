@@ -117,8 +117,9 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
 def _variable_specs(plan: ShardingPlan) -> Mapping[str, P]:
     """Return the specs of variables, and of the nodes that hold codes."""
     specs = {entry.path: entry.spec for entry in plan.variables}
-    for codes in plan.model.info().stored_as.values():
-        specs[codes.rpartition("/")[0]] = specs[codes]
+    info = plan.model.info()
+    for path, node in info.stored_nodes.items():
+        specs[node] = specs[info.stored_as[path]]
     return FrozenDict(specs)
 
 

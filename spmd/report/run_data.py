@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd.checkpoint.manifest import read_bounded
-from spmd.errors import CheckpointError, Problem, nearest_file
 from spmd.observe.goodput import Goodput, measure_goodput
 from spmd.observe.json_lines import count_lines, read_json_lines
 from spmd.observe.metrics import human_duration
 from spmd.run.config import config_difference
-from spmd.run.run_dir import RunDir
+from spmd.run.run_dir import RunDir, check_has_run
 from spmd.storage.address import locate
 
 MOST_POINTS = 4000
@@ -133,7 +132,7 @@ def read_run(name: str) -> RunReport:
         CheckpointError: The folder contains no run.
     """
     run_dir = RunDir(locate(name))
-    _check_run(name, run_dir)
+    check_has_run(run_dir, name)
     path = run_dir.path
     notes: list[str] = []
     about = _read_config(path, notes)
@@ -163,24 +162,6 @@ def _name_of(run_dir: RunDir) -> str:
     if run_dir.mirror is not None:
         return run_dir.location.name
     return run_dir.path.resolve().name
-
-
-def _check_run(name: str, run_dir: RunDir) -> None:
-    """Raise a `CheckpointError` if there is no run in a folder."""
-    path = run_dir.path
-    if run_dir.has_run or (path / "config.json").exists():
-        return
-    if path.is_dir():  # also the local folder of a bucket
-        problem = Problem(
-            name,
-            "contains no run",
-            fix="give the folder that `spmd train` wrote, such as runs/demo",
-        )
-    elif path.exists():
-        problem = Problem(name, "is not a folder", fix=nearest_file(path))
-    else:
-        problem = Problem(name, "does not exist", fix=nearest_file(path))
-    raise CheckpointError("Run not found:", [problem])
 
 
 def _read_metrics(file: Path, planned: Any, notes: list[str]) -> list[dict[str, Any]]:

@@ -114,23 +114,15 @@ def _gain(recipe: QuantizationRecipe, chip: Chip, speeds: Hardware) -> str:
 
 def _kernels(plan: ShardingPlan) -> dict[QuantizationRecipe, dict[str, int]]:
     """Return recipe → path → parameters of its kernels."""
-    frozen = plan.model.info().frozen
-    stored = {node: path for path, node in _stored_nodes(plan).items()}
+    info = plan.model.info()
+    stored = {node: path for path, node in info.stored_nodes.items()}
     found = collections.defaultdict[QuantizationRecipe, dict[str, int]](dict)
     for path, size in _sizes(plan).items():
-        in_module = stored.get(path, frozen.get(path, path))
+        in_module = stored.get(path, info.frozen.get(path, path))
         placed = plan.placements.get(in_module)
         if placed is not None and placed.recipe is not None:
             found[placed.recipe][path] = size
     return found
-
-
-def _stored_nodes(plan: ShardingPlan) -> dict[str, str]:
-    """Return path of a frozen parameter in another form → its path among the variables."""
-    nodes = dict[str, str]()
-    for path, codes in plan.model.info().stored_as.items():
-        nodes[path] = codes.rpartition("/")[0]
-    return nodes
 
 
 def _sizes(plan: ShardingPlan) -> dict[str, int]:
@@ -141,7 +133,7 @@ def _sizes(plan: ShardingPlan) -> dict[str, int]:
         if entry.path in info.frozen and not info.is_stored_part(entry.path):
             sizes[entry.path] = math.prod(entry.shape)
     variables = tree.flatten(plan.abstract_variables, is_leaf=is_stored)
-    for node in _stored_nodes(plan).values():
+    for node in info.stored_nodes.values():
         sizes[node] = math.prod(variables[node].shape)
     return sizes
 

@@ -47,7 +47,7 @@ from spmd.distributed.hosts import (
     read_problems,
 )
 from spmd.distributed.shared_folder import shared_folder_problems
-from spmd.errors import CheckpointError, Problem, StorageError, check_local
+from spmd.errors import CheckpointError, Problem, StorageError, check_local, nearest_file
 from spmd.model_interface.model_config import recorded_values
 from spmd.observe.line_file import LineFile
 from spmd.resilience.attempts import ATTEMPTS
@@ -462,3 +462,21 @@ class ProcessLog:
         """Write a line; on a full disk it waits in memory, as `LineFile` says."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
         self._lines.write(f"{now} {text}\n")
+
+
+def check_has_run(run: RunDir, name: str) -> None:
+    """Raise a `CheckpointError` if there is no run in a folder, `name` in the message."""
+    path = run.path
+    if run.has_run or (path / "config.json").exists():
+        return
+    if path.is_dir():  # also the local folder of a bucket
+        problem = Problem(
+            name,
+            "contains no run",
+            fix="give the folder that `spmd train` wrote, such as runs/demo",
+        )
+    elif path.exists():
+        problem = Problem(name, "is not a folder", fix=nearest_file(path))
+    else:
+        problem = Problem(name, "does not exist", fix=nearest_file(path))
+    raise CheckpointError("Run not found:", [problem])

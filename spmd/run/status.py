@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd.checkpoint.manifest import read_object
-from spmd.errors import CheckpointError, Problem, nearest_file
 from spmd.observe.json_lines import read_json_lines
 from spmd.observe.metrics import human_duration
 from spmd.resilience.lease import LeaseState, read_lease
-from spmd.run.run_dir import RunDir
+from spmd.run.run_dir import RunDir, check_has_run
 from spmd.storage.address import Location, address_of
 
 _MAX_CONFIG_BYTES = 64 << 20
@@ -138,8 +137,8 @@ def read_status(location: Location) -> RunStatus:
     Raises:
         CheckpointError: There is no run.
     """
-    check_has_run(location)
     run = RunDir(location)
+    check_has_run(run, address_of(location))
     metrics, measured_at = _last_metrics(read_json_lines(run.metrics))
     checkpoints = run.checkpoint_steps()
     return RunStatus(
@@ -152,22 +151,6 @@ def read_status(location: Location) -> RunStatus:
         checkpoints=checkpoints,
         saved=_saved(run, checkpoints),
     )
-
-
-def check_has_run(location: Location) -> None:
-    """Raise a `CheckpointError` if there is no run."""
-    run = RunDir(location)
-    if run.has_run or (run.path / "config.json").exists():
-        return
-    problem = Problem(address_of(location), "contains no run", fix=_fix(run.path))
-    raise CheckpointError("Run not found:", [problem])
-
-
-def _fix(path: Path) -> str:
-    """Return the fix for a folder without a run."""
-    if path.is_dir():
-        return "give the folder that `spmd train` writes, such as runs/demo"
-    return nearest_file(path)
 
 
 def _last_metrics(

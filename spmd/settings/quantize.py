@@ -19,7 +19,7 @@ with blocks multiply in the compute dtype: no public kernel takes their scales.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from spmd.delayed_scaling.amax_history import AmaxHistory
@@ -132,21 +132,33 @@ def parse_table(text: str) -> Table:
     return tuple(rows)
 
 
-def table_problems(text: str) -> list[Problem]:
-    """Return a problem for each row without a pattern or without a known recipe."""
-    known = (*RECIPES, PLAIN)
+def table_problems(
+    text: str,
+    names: Iterable[str] = RECIPES,
+    *,
+    setting: str = "quantize",
+    kind: str = "recipe",
+) -> list[Problem]:
+    """Return a problem for each row without a pattern or without a known name.
+
+    Args:
+        names: What a row may name besides `PLAIN`.
+        setting: The setting, for the message.
+        kind: A word for what is named.
+    """
+    known = (*names, PLAIN)
     problems = []
     for pattern, name in parse_table(text):
-        where = "quantize"
+        where = setting
         if "=" in text:
             row = f"{pattern}={name}"
-            where = f"quantize, row {row!r}"
+            where = f"{setting}, row {row!r}"
         if not pattern:
-            fix = "PATTERN=RECIPE, such as mlp/.*=fp8"
+            fix = f"PATTERN={kind.upper()}, such as mlp/.*={known[0]}"
             problems.append(Problem(where, "has no pattern", fix=fix))
         if name not in known:
             fix = did_you_mean(name, known)
-            problems.append(Problem(where, f"names the recipe {name!r}", fix=fix))
+            problems.append(Problem(where, f"names the {kind} {name!r}", fix=fix))
         try:
             compile_pattern(pattern)
         except PatternError as error:
