@@ -116,12 +116,16 @@ class NormalFloat(WeightFormat):
         """Return codes, the codes of scales, and the scales and the mean of scales."""
         blocks, _ = split_blocks(weight.astype(jnp.float32), {0: self.block})
         largest = jnp.max(jnp.abs(blocks), axis=1)
-        codes = _nearest(blocks / divisor_of(largest)[:, None], _NF4)
+        divisor = divisor_of(largest)
+        normalized = blocks / divisor[:, None]
+        codes = _nearest(normalized, _NF4)
         by_output = largest.T.reshape(-1)
         offset = _mean(by_output)
         centered = by_output - offset
-        outer = jnp.max(jnp.abs(_padded(centered)), axis=1)
-        ratios = centered / divisor_of(_repeated(outer, centered.size))
+        magnitudes = jnp.abs(_padded(centered))
+        outer = jnp.max(magnitudes, axis=1)
+        repeated = _repeated(outer, centered.size)
+        ratios = centered / divisor_of(repeated)
         values = _dynamic_values()
         scale = _nearest(ratios, values)
         scale = scale.reshape(largest.T.shape).T
@@ -147,19 +151,21 @@ class Microscaling(WeightFormat):
         """Return codes, and the exponents of scales, biased by 127."""
         blocks, _ = split_blocks(weight.astype(jnp.float32), {0: self.block})
         largest = jnp.max(jnp.abs(blocks), axis=1)
-        biased = jax.lax.bitcast_convert_type(largest, jnp.uint32) >> 23
+        bits = jax.lax.bitcast_convert_type(largest, jnp.uint32)
+        biased = bits >> 23
         scale = jnp.maximum(biased, _EXPONENT_OF_LARGEST) - _EXPONENT_OF_LARGEST
         scale = jnp.where(jnp.isfinite(largest), scale, _NOT_A_NUMBER).astype(jnp.uint8)
-        numbers = blocks / divisor_of(_exponential(scale))[:, None]
+        divisor = divisor_of(_exponential(scale))
+        numbers = jnp.abs(blocks / divisor[:, None])
         codes = jnp.zeros(blocks.shape, jnp.uint8)
         for index, (below, above) in enumerate(itertools.pairwise(_E2M1)):
             middle = (below + above) / 2
             # Of two neighbors as near, the one with an even code is taken.
-            is_above = jnp.abs(numbers) > middle
+            is_above = numbers > middle
             if index % 2:
-                is_above = jnp.abs(numbers) >= middle
+                is_above = numbers >= middle
             codes += is_above
-        signs = jnp.signbit(numbers)
+        signs = jnp.signbit(blocks)
         codes += _SIGN * signs.astype(jnp.uint8)
         return Parts(_packed(codes), scale)
 
