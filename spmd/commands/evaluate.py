@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Generic
 
 import jax
@@ -28,13 +29,16 @@ from spmd.run.build import TrainSetup, config_mesh, evaluation_config, make_setu
 from spmd.run.config import TrainConfig
 from spmd.run.evaluate import (
     Evaluation,
+    PairEvaluation,
     evaluate,
     evaluate_batches,
+    evaluate_pairs,
     held_out_sets,
     open_sets,
 )
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
+from spmd.run.reference import find_references, pairs_with_reference
 from spmd.run.run_dir import RunDir
 from spmd.run.step_source import ConfigSource, load_source, shape_problems
 from spmd.sharding.mesh import MeshShape, mesh_of
@@ -44,7 +48,8 @@ from spmd.training.evaluated_params import plan_evaluation_point
 
 @dataclasses.dataclass(frozen=True)
 class EvalCommand:
-    """Evaluate a trained model: loss, perplexity, bits per byte and accuracy, on any mesh.
+    """Evaluate a trained model: loss, perplexity, bits per byte and accuracy, on any mesh; of pairs
+    of answers, loss and rewards.
 
     Without --data, on the validation split of the run.
     """
@@ -111,6 +116,10 @@ def run_eval(arguments: list[str]) -> int:
             sets = open_sets(config, command.data, tokenizer, "--data")
         else:
             sets = held_out_sets(open_text_dataset(config))
+    pairs = pairs_with_reference(part for each in sets for part in each.parts)
+    if pairs:
+        with spinner("finding log-probabilities of the reference model"):
+            find_references(setup, pairs, run_dir.path)
     with (
         spinner("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
@@ -119,13 +128,15 @@ def run_eval(arguments: list[str]) -> int:
         step = command.step
         if step is None:
             step = checkpoints.latest()
+    if config.task == "dpo":
+        of_pairs = evaluate_pairs(setup, model, sets, command.tokens)
+        pair_results = list(spin_until_each(of_pairs, "evaluating"))
+        _print(command, pair_results, _title(command, step, setup), _rows_of_pairs(pair_results))
+        return 0
     results = evaluate(setup, model, sets, tokenizer, command.tokens)
     found = list(spin_until_each(results, "evaluating"))
-    if command.json:
-        lines = [json.dumps(each.to_json()) for each in found]
-        print("\n".join(lines))
-    else:
-        print(wrap_to_terminal(_table(_title(command, step, setup), found)))
+    title = f"{_title(command, step, setup)}; losses in nats per token"
+    _print(command, found, title, _rows_of_texts(found))
     return 0
 
 
@@ -182,12 +193,46 @@ def _title(command: EvalCommand, step: int | None, setup: TrainSetup) -> str:
         point = plan_evaluation_point(setup.plan).name
         if point:
             parts.append(point)
-    return f"{', '.join(parts)}; losses in nats per token"
+    return ", ".join(parts)
 
 
-def _table(title: str, found: list[Evaluation]) -> str:
-    """Return one line for each set; columns are as wide as their longest cell."""
-    rows = [("set", "loss", "perplexity", "bits/byte", "accuracy", "tokens")]
+def _print(
+    command: EvalCommand,
+    found: Sequence[Evaluation] | Sequence[PairEvaluation],
+    title: str,
+    rows: Sequence[tuple[str, ...]],
+) -> None:
+    """Print JSON, or a table with a title."""
+    if command.json:
+        lines = [json.dumps(each.to_json()) for each in found]
+        print("\n".join(lines))
+    else:
+        print(wrap_to_terminal(_table(title, rows)))
+
+
+def _rows_of_pairs(found: Sequence[PairEvaluation]) -> list[tuple[str, ...]]:
+    """Return the head of a table, and a row for each set of pairs."""
+    rows: list[tuple[str, ...]] = [
+        ("set", "loss", "preferred", "margin", "chosen reward", "rejected reward", "pairs")
+    ]
+    for each in found:
+        means = each.means
+        row = (
+            each.name,
+            f"{means['loss']:.4f}",
+            f"{means['reward_accuracy']:.1%}",
+            f"{means['reward_margin']:.4f}",
+            f"{means['chosen_reward']:.4f}",
+            f"{means['rejected_reward']:.4f}",
+            f"{each.pairs:,}",
+        )
+        rows.append(row)
+    return rows
+
+
+def _rows_of_texts(found: Sequence[Evaluation]) -> list[tuple[str, ...]]:
+    """Return the head of a table, and a row for each text."""
+    rows: list[tuple[str, ...]] = [("set", "loss", "perplexity", "bits/byte", "accuracy", "tokens")]
     for each in found:
         row = (
             each.name,
@@ -198,6 +243,11 @@ def _table(title: str, found: list[Evaluation]) -> str:
             f"{each.tokens:,}",
         )
         rows.append(row)
+    return rows
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a line for each row; columns are as wide as their longest cell."""
     widths = []
     for column in zip(*rows, strict=True):
         widths.append(max(map(len, column)))

@@ -132,11 +132,8 @@ def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains
     """
     if not isinstance(line, dict):
         raise BadConversationError("the line is not an object")
-    listed = _listed_messages(line)
     problems: list[str] = []
-    messages = []
-    for number, each in enumerate(listed, 1):
-        messages.append(_message(each, f"message {number}", roles, problems))
+    messages = read_messages(_listed_messages(line), "message", roles, problems)
     said = [message for message in messages if message.get("role") == "assistant"]
     if not problems and not said:
         problems.append("no message is the assistant's, so that nothing is trained")
@@ -146,6 +143,19 @@ def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains
     if problems:
         raise BadConversationError("; ".join(problems))
     return Conversation(tuple(messages), line.get("tools"))
+
+
+def read_messages(
+    listed: Sequence[Any], name: str, roles: Callable[[str], bool], problems: list[str]
+) -> list[dict[str, Any]]:
+    """Return messages with their role and content under these names.
+
+    Add what is wrong to `problems`, in which they are `name` with a number from 1.
+    """
+    messages = []
+    for number, each in enumerate(listed, 1):
+        messages.append(_message(each, f"{name} {number}", roles, problems))
+    return messages
 
 
 def _listed_messages(line: Mapping[str, Any]) -> list[Any]:

@@ -1,13 +1,14 @@
-"""Tokenize conversations into ids with a mask of the assistant's turns.
+"""Tokenize conversations, or pairs of them, into ids with a mask of the trained turns.
 
 As `spmd.data.corpus` does for text, the result is cached under a hash of everything that it depends
 on.
 """
 
 import collections
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spmd.data.chat import (
     BadConversationError,
     ChatConfig,
     ChatTemplate,
+    Conversation,
     read_conversation,
 )
 from spmd.data.corpus import (
@@ -34,7 +36,9 @@ from spmd.data.corpus import (
 )
 from spmd.data.documents import FileProblems
 from spmd.data.file_formats import JSON_FORMATS
+from spmd.data.log_probs import LogProbs
 from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
+from spmd.data.preferences import PAIR_FIELDS, read_pair
 from spmd.data.sources import SourceFile, find_files
 from spmd.data.text_files import JsonRows
 from spmd.data.tokenizer import Tokenizer, id_dtype
@@ -50,6 +54,35 @@ _FIELDS = {"message": "message field ", "line": "line field "}
 """What has fields → the start of the names under which fields that nobody reads are counted."""
 _FIELDS_SHOWN = 10
 _TITLE = "invalid conversations:"
+_Document = tuple[np.ndarray, np.ndarray]
+"""Ids of a conversation, and the mask of those that are trained."""
+
+
+def _one_conversation(line: Any, roles: Callable[[str], bool]) -> tuple[Conversation, ...]:
+    return (read_conversation(line, roles),)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowForm:
+    """Form of the rows of JSON files.
+
+    Attributes:
+        name: What a row is.
+        trained: What of it is trained.
+        read: A row and the roles that there are → its conversations.
+        fields: Names of the fields that are read.
+    """
+
+    name: str
+    trained: str
+    read: Callable[[Any, Callable[[str], bool]], tuple[Conversation, ...]]
+    fields: tuple[str, ...]
+
+
+CONVERSATIONS = RowForm("conversation", "what the assistant says", _one_conversation, LINE_FIELDS)
+"""See `read_conversation`."""
+PAIRS = RowForm("pair of answers", "both answers", read_pair, PAIR_FIELDS)
+"""See `spmd.data.preferences`."""
 
 
 def make_chat_corpus(
@@ -61,14 +94,17 @@ def make_chat_corpus(
     sequence: int,
     validation: float,
     cache: CacheFolder,
+    form: RowForm = CONVERSATIONS,
+    with_reference: bool = False,
 ) -> Corpus:
-    """Return the corpus of all conversations in `source`, each a row of JSON.
-
-    See `read_conversation`.
+    """Return the corpus of all conversations in `source`, each a row of JSON, or of all pairs.
 
     A conversation is for training or for validation by a hash of its file's name and its line; a
     single one is for training. One of more than `sequence + 1` tokens is refused, dropped or
-    truncated, as `config.longer` says.
+    truncated, as `config.longer` says; so is a pair with more than `sequence` targets.
+
+    Args:
+        with_reference: Give the corpus places for the log-probabilities of a reference model.
 
     Raises:
         DataError: All conversations that cannot be used, up to ten of a file.
@@ -82,12 +118,14 @@ def make_chat_corpus(
         "validation": validation,
         "files": [(file.key, *file.content_key) for file in files],
     }
+    if form is not CONVERSATIONS:
+        settings["form"] = form.name
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     rebuilt: list[str] = []
     folder = cache.local / fingerprint
     cached = _open_cached(folder, tokenizer.vocab, rebuilt)
     if cached is None:
-        texts = _Texts(tokenizer, template, config.longer, sequence)
+        texts = _Texts(tokenizer, template, config.longer, sequence, form)
         cache.make(
             fingerprint,
             lambda built: _write(*texts.split(files, validation), built),
@@ -95,6 +133,12 @@ def make_chat_corpus(
         )
         cached = _read_cached(folder, tokenizer.vocab)
     arrays, about = cached
+    references = None
+    if with_reference:
+        train, held_out = (
+            LogProbs(f"{fingerprint[:16]}-{split}", len(arrays[split])) for split in SPLITS
+        )
+        references = train, held_out
     return Corpus(
         tokenizer,
         arrays["train"],
@@ -106,7 +150,9 @@ def make_chat_corpus(
         0,
         arrays["train_mask"],
         arrays["validation_mask"],
-        (*rebuilt, *_notes(about, config, sequence)),
+        (*rebuilt, *_notes(about, config, sequence, form)),
+        form is PAIRS,
+        references,
     )
 
 
@@ -127,16 +173,22 @@ class _Texts:
     """Conversations as tokens, and counts of them."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        longer: str,
+        sequence: int,
+        form: RowForm,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.longer = longer
         self.sequence = sequence
-        counted = ("conversations", "longer", "dropped", "tokens", "trained", "turned off")
+        self.form = form
+        counted = ("conversations", "longer", "dropped", "equal", "tokens", "trained", "turned off")
         self.about = dict.fromkeys(counted, 0)
         self.fields = {of: collections.Counter[str]() for of in _FIELDS}
-        self.read = {"message": {*READ_HERE}, "line": {*LINE_FIELDS}}
+        self.read = {"message": {*READ_HERE}, "line": {*form.fields}}
 
     def split(
         self, files: Iterable[SourceFile], fraction: float
@@ -149,34 +201,35 @@ class _Texts:
                 what = "holds none that is short enough"
                 problem = Problem("data.source", what, fix="longer sequences: --data.sequence N")
             else:
-                problem = Problem("data.source", "holds no conversation")
+                problem = Problem("data.source", f"holds no {self.form.name}")
             problems.append(problem)
         if problems:
             raise DataError(_TITLE, problems)
-        scores = np.array([score(key) for key, _, _ in found], np.uint64)
+        scores = np.array([score(key) for key, _ in found], np.uint64)
         held_out = np.zeros(1, bool)  # a single conversation is for training
         if len(found) > 1:
             held_out = scores < validation_cut(scores, fraction)
         arrays: dict[str, np.ndarray] = {}
         for split, wanted in zip(SPLITS, (~held_out, held_out), strict=True):
-            kept = [found[i] for i in np.flatnonzero(wanted)]
-            arrays |= self._joined(split, kept)
+            documents = list[_Document]()
+            for index in np.flatnonzero(wanted):
+                documents += found[index][1]
+            arrays |= self._joined(split, documents)
         self.about["conversations"] = len(found)
-        for _, ids, mask in found:
-            self.about["tokens"] += len(ids)
-            self.about["trained"] += int(mask[1:].sum())
+        for _, documents in found:
+            for ids, mask in documents:
+                self.about["tokens"] += len(ids)
+                self.about["trained"] += int(mask[1:].sum())
         self._count_unread_fields()
         return arrays, self.about
 
-    def _joined(
-        self, split: str, found: list[tuple[str, np.ndarray, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    def _joined(self, split: str, found: Sequence[_Document]) -> dict[str, np.ndarray]:
         """Return the ids, the mask and the ends of all conversations of a split, by cached name."""
         dtype = id_dtype(self.tokenizer)
         all_ids = [np.zeros(0, dtype)]
         masks = [np.zeros(0, bool)]
         lengths = []
-        for _, ids, mask in found:
+        for ids, mask in found:
             all_ids.append(ids)
             masks.append(mask)
             lengths.append(len(ids))
@@ -195,8 +248,8 @@ class _Texts:
 
     def _read(
         self, files: Iterable[SourceFile], problems: list[Problem]
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield name, ids and mask of each kept conversation.
+    ) -> Iterator[tuple[str, list[_Document]]]:
+        """Yield the name and the documents of each row that is kept.
 
         Add what is wrong with others to `problems`.
         """
@@ -204,23 +257,38 @@ class _Texts:
             found = FileProblems(file)
             rows = JsonRows(file.path, self._encode, "cannot be used", found.report)
             with found.of_reading():
-                for part, encoded in rows.read(file.format):
-                    if encoded:
-                        yield f"{file.key}{part}", *encoded
+                for part, documents in rows.read(file.format):
+                    if documents:
+                        yield f"{file.key}{part}", documents
             problems += found.all()
 
-    def _encode(self, line: Any) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the ids and the mask of a line.
-
-        None if it is dropped, and counted, for its length.
-        """
-        conversation = read_conversation(line, self.template.knows)
-        written = self.template.write(conversation)
+    def _encode(self, line: Any) -> list[_Document]:
+        """Return the documents of a line; none if it is dropped, and counted."""
+        conversations = self.form.read(line, self.template.knows)
+        documents = [self._document(conversation) for conversation in conversations]
         self.fields["line"].update(name for name, value in line.items() if value is not None)
+        if len(documents) > 1 and all(np.array_equal(ids, documents[0][0]) for ids, _ in documents):
+            self.about["equal"] += 1
+            return []
+        if sum(len(ids) - 1 for ids, _ in documents) <= self.sequence:
+            return documents
+        self.about["longer"] += 1
+        if self.longer == "refuse":
+            raise self._too_long(documents)
+        kept = self._truncated(documents)
+        if self.longer == "drop" or not all(mask[1:].any() for _, mask in kept):
+            self.about["dropped"] += 1
+            return []
+        return kept
+
+    def _document(self, conversation: Conversation) -> _Document:
+        """Return the ids and the mask of a conversation."""
+        written = self.template.write(conversation)
         for message in conversation.messages:
             self.fields["message"].update(message.keys())
         self.read["message"] |= written.read
-        self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
+        if self.form is CONVERSATIONS:  # others mark their prompts
+            self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
         # JSON can contain half of a surrogate pair, which tokenizers reject
         written.text.encode("utf-8")
         ids, characters = self.tokenizer.encode_chat(written.text)
@@ -232,24 +300,43 @@ class _Texts:
             if self.template.marks_turns:
                 marks = "{% generation %} blocks"
             raise BadConversationError(f"nothing of it is trained: its {marks} have no tokens")
-        if len(ids) > self.sequence + 1:
-            self.about["longer"] += 1
-            if self.longer == "refuse":
-                fix = f"--data.sequence {len(ids) - 1}, or --chat.longer drop or truncate"
-                detail = f"it has {len(ids):,} tokens > data.sequence + 1 = {self.sequence + 1:,}"
-                raise BadConversationError(detail, fix)
-            ids = ids[: self.sequence + 1]
-            mask = mask[: self.sequence + 1]
-            if self.longer == "drop" or not mask[1:].any():
-                self.about["dropped"] += 1
-                return None
         return ids, mask
 
+    def _too_long(self, documents: Sequence[_Document]) -> BadConversationError:
+        """Return the error of a row that is longer than a sequence."""
+        targets = [len(ids) - 1 for ids, _ in documents]
+        needed = sum(targets)
+        fix = f"--data.sequence {needed}, or --chat.longer drop or truncate"
+        if len(targets) == 1:
+            limit = f"data.sequence + 1 = {self.sequence + 1:,}"
+            return BadConversationError(f"it has {needed + 1:,} tokens > {limit}", fix)
+        parts = " + ".join(f"{count:,}" for count in targets)
+        detail = f"its answers have {parts} = {needed:,} targets > data.sequence = "
+        return BadConversationError(f"{detail}{self.sequence:,}", fix)
 
-def _notes(about: dict[str, int], config: ChatConfig, sequence: int) -> Iterator[str]:
+    def _truncated(self, documents: Sequence[_Document]) -> list[_Document]:
+        """Return the beginnings of documents: the longest lose most, so that all fit together."""
+        left = self.sequence
+        kept = list(documents)
+        by_length = sorted(range(len(documents)), key=lambda index: len(documents[index][0]))
+        for place, index in enumerate(by_length):
+            ids, mask = documents[index]
+            share = left // (len(documents) - place)
+            targets = min(len(ids) - 1, share)
+            kept[index] = (ids[: targets + 1], mask[: targets + 1])
+            left -= targets
+        return kept
+
+
+def _notes(
+    about: dict[str, int], config: ChatConfig, sequence: int, form: RowForm
+) -> Iterator[str]:
     share = about["trained"] / max(about["tokens"], 1)
     of_all = f"{about['trained']:,} of {about['tokens']:,} tokens ({share:.1%})"
-    yield f"trained are {of_all}: what the assistant says"
+    yield f"trained are {of_all}: {form.trained}"
+    equal = about.get("equal", 0)
+    if equal:
+        yield f"dropped, since both answers are equal: {equal:,}"
     off = about["turned off"]
     if off:
         yield f"{off:,} messages are marked not to be trained ({', '.join(FLAGS)})"

@@ -18,6 +18,7 @@ from spmd.checkpoint.manifest import read_object
 from spmd.data.array_record import check_array, check_vocab, describe_array
 from spmd.data.cache_folder import CacheFolder
 from spmd.data.documents import Documents
+from spmd.data.log_probs import LogProbs
 from spmd.data.sources import find_files
 from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
 from spmd.errors import DataError, Problem
@@ -45,6 +46,10 @@ class Corpus:
     split, in hex. `documents` counts both splits; `skipped` rows and lines without text, which are
     in neither. `…_mask`, where there is one, is true for the tokens that are trained. `notes` are
     lines about the corpus.
+
+    With `pairs`, documents 2i and 2i + 1 are the preferred and the other answer to one prompt, and
+    `documents` counts pairs; `references` are the log-probabilities of both splits under a
+    reference model, if the loss needs them.
     """
 
     tokenizer: Tokenizer
@@ -58,6 +63,8 @@ class Corpus:
     train_mask: np.ndarray | None = None
     validation_mask: np.ndarray | None = None
     notes: tuple[str, ...] = ()
+    pairs: bool = False
+    references: tuple[LogProbs, LogProbs] | None = None
 
 
 def make_corpus(

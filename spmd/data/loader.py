@@ -9,7 +9,7 @@ The step is the state.
 
 A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets` (the next tokens)
 and `weights` (0 for padding and prompts); of packed documents also `segments`, where the document
-of each token begins.
+of each token begins; of pairs of answers `pairs` and `reference` (`spmd.data.packed_pairs`).
 """
 
 import contextlib
@@ -26,9 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.data.array_record import check_ids
 from spmd.data.cache_folder import CacheFolder
-from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.corpus import SPLITS, Corpus, make_corpus
 from spmd.data.hub import source_problems
 from spmd.data.mixture import MixtureSource, mixture_problems
+from spmd.data.packed_pairs import PackedPairs
 from spmd.data.packing import PackedDocuments
 from spmd.data.sampler import RandomAccessDataset, Sampler, ShuffledSampler
 from spmd.data.tokenizer import load_tokenizer
@@ -280,14 +281,28 @@ def packing_of(config: DataConfig, *, is_chat: bool) -> str:
     return "windows"
 
 
+def corpus_rows(config: DataConfig, corpus: Corpus, split: str) -> RandomAccessDataset:
+    """Return the rows of one split of a corpus: `"train"` or `"validation"`."""
+    number = SPLITS.index(split)
+    tokens = (corpus.train, corpus.validation)[number]
+    ends = (corpus.train_ends, corpus.validation_ends)[number]
+    mask = (corpus.train_mask, corpus.validation_mask)[number]
+    vocab = corpus.tokenizer.vocab
+    if not corpus.pairs:
+        return make_rows(config, tokens, ends, mask, vocab)
+    assert mask is not None, "answers are marked"
+    reference = None
+    if corpus.references:
+        reference = corpus.references[number]
+    alone = config.packing == "padded"
+    return PackedPairs(tokens, ends, config.sequence, mask, alone, vocab, reference)
+
+
 def split_rows(
     config: DataConfig, corpus: Corpus
 ) -> tuple[RandomAccessDataset, RandomAccessDataset]:
     """Return the rows of a corpus for training and for validation."""
-    vocab = corpus.tokenizer.vocab
-    train = (corpus.train, corpus.train_ends, corpus.train_mask)
-    validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
-    return make_rows(config, *train, vocab), make_rows(config, *validation, vocab)
+    return corpus_rows(config, corpus, "train"), corpus_rows(config, corpus, "validation")
 
 
 class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):

@@ -14,16 +14,17 @@ from spmd.data.array_record import check_ids
 from spmd.errors import DataError, Problem, check_fields
 
 
-def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
+def best_fit(lengths: np.ndarray, size: int, most: int = 0) -> np.ndarray:
     """Return the row of each piece, int64 `[pieces]`: the longest first, into the fullest row.
 
-    No row is longer than `size`.
+    No row is longer than `size`, or has more than `most` pieces; 0 for any number.
 
     Example:
         >>> best_fit(np.array([3, 6, 4, 1]), size=7).tolist()
         [1, 0, 1, 0]
     """
     rows = np.empty(len(lengths), np.int64)
+    pieces = [0] * len(lengths)  # of each row
     open_rows: list[list[int]] = [[] for _ in range(size + 1)]  # by what is left in them
     nonempty = 0  # bit n: some row has n left
     count = 0
@@ -40,11 +41,29 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
             left = size
             count += 1
         rows[piece] = row
+        pieces[row] += 1
         left -= length
-        if left:
+        if left and pieces[row] != most:
             open_rows[left].append(row)
             nonempty |= 1 << left
     return rows
+
+
+def pack(lengths: np.ndarray, size: int, most: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pieces in the order of their rows, and the first place of each row, with the end.
+
+    Full rows come first. The arguments are those of `best_fit`.
+
+    Example:
+        >>> order, begins = pack(np.array([3, 7, 4]), size=7)
+        >>> order.tolist(), begins.tolist()
+        ([1, 0, 2], [0, 1, 3])
+    """
+    is_full = lengths == size
+    rows = np.cumsum(is_full) - 1
+    rows[~is_full] = best_fit(lengths[~is_full], size, most) + is_full.sum()
+    ends = np.cumsum(np.bincount(rows))
+    return np.argsort(rows, kind="stable"), np.concatenate([[0], ends])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,11 +120,7 @@ class PackedDocuments:
         lengths = self._pieces[1]
         if self.alone:
             return np.arange(len(lengths)), np.arange(len(lengths) + 1)
-        is_full = lengths == self.sequence
-        rows = np.cumsum(is_full) - 1
-        rows[~is_full] = best_fit(lengths[~is_full], self.sequence) + is_full.sum()
-        ends = np.cumsum(np.bincount(rows))
-        return np.argsort(rows, kind="stable"), np.concatenate([[0], ends])
+        return pack(lengths, self.sequence)
 
     def __len__(self) -> int:
         return len(self._rows[1]) - 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from spmd.data.corpus import Corpus
 from spmd.data.loader import DataConfig, load_corpus, make_rows, split_rows
+from spmd.data.packed_pairs import PackedPairs
 from spmd.data.packing import PackedDocuments
 from spmd.data.sampler import (
     MixtureSampler,
@@ -61,7 +62,9 @@ class TextSet:
         if isinstance(self.text, StreamedText):
             return f"{self.text}; {len(self.validation):,} validation sequences"
         kind = "conversations"
-        if self.text.train_mask is None:
+        if self.text.pairs:
+            kind = "pairs of answers"
+        elif self.text.train_mask is None:
             kind = "documents"
         line = f"{self.text.documents:,} {kind}"
         if self.text.skipped:
@@ -73,9 +76,10 @@ class TextSet:
     def describe_packing(self) -> str:
         """Return a line about packed documents.
 
-        Empty for windows and for one document in each sequence.
+        Empty for windows, and for one document or pair in each sequence.
         """
-        if not isinstance(self.train, PackedDocuments) or self.train.alone:
+        packed = (PackedDocuments, PackedPairs)
+        if not isinstance(self.train, packed) or self.train.alone:
             return ""
         count = len(self.train)
         wasted = self.train.wasted
@@ -111,6 +115,16 @@ class TextDataset:
         """Share of each set in the draws."""
         total = sum(each.weight for each in self.sets)
         return [each.weight / total for each in self.sets]
+
+    @property
+    def parts(self) -> list[RandomAccessDataset]:
+        """Rows of all sets: for training, unless they are streamed, and for validation."""
+        parts = list[RandomAccessDataset]()
+        for each in self.sets:
+            if each.train is not None:
+                parts.append(each.train)
+            parts.append(each.validation)
+        return parts
 
     def order(self, seed: int) -> Sampler:
         """Return the endless order of training rows."""

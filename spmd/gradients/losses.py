@@ -17,7 +17,13 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, describe_value
 from spmd.jaxpr.examples import declared_scope
 from spmd.layers.ahead import has_ahead, tokens_ahead
-from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
+from spmd.layers.lm_head import (
+    CHUNK,
+    LazyLogits,
+    chunked_cross_entropy,
+    chunked_token_losses,
+    lazy_logits,
+)
 from spmd.layers.zigzag import zigzag_batch
 from spmd.model_interface.model import VALID, Model, Outputs, as_outputs
 from spmd.plan.manual import manual_axes
@@ -187,9 +193,8 @@ def cross_entropy(
         loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
         return {"loss": loss, "weight": weights.sum(), "accuracy": correct}
     _check_shapes(logits.shape[:-1], targets, weights)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
-    target = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
+    logits = _wide(logits)
+    target = _target_logits(logits, targets)
     losses = jax.nn.logsumexp(logits, axis=-1) - target
     # logsumexp computes the maximum anyway; an argmax, which breaks ties, would need a second copy
     # of the logits.
@@ -199,6 +204,34 @@ def cross_entropy(
         "weight": weights.sum(),
         "accuracy": (correct * weights).sum(),
     }
+
+
+def token_losses(
+    logits: Float[Array, "batch seq vocab"] | LazyLogits,
+    targets: Int[Array, "batch seq"],
+    *,
+    chunk: int = CHUNK,
+) -> Float[Array, "batch seq"]:
+    """Return the next-token cross-entropy of each token in nats, in float32 or wider.
+
+    For losses that are no sum over tokens. The arguments are as in `cross_entropy`.
+    """
+    if isinstance(logits, LazyLogits):
+        _check_shapes(logits.x.shape[:-1], targets, targets)
+        return chunked_token_losses(logits, targets, chunk)
+    _check_shapes(logits.shape[:-1], targets, targets)
+    logits = _wide(logits)
+    return jax.nn.logsumexp(logits, axis=-1) - _target_logits(logits, targets)
+
+
+def _wide(logits: Array) -> Array:
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def _target_logits(logits: Array, targets: Array) -> Array:
+    """Return the logit of each target, without a gather."""
+    vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
+    return jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
 
 
 def _check_shapes(tokens: tuple[int, ...], targets: jax.Array, weights: jax.Array) -> None:
@@ -303,7 +336,7 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
     are added in training.
     """
     sums = functools.partial(next_token_sums, train=train, chunk=chunk)
-    return ModelLoss(model, _tokens, sums, train, weighted=True)
+    return ModelLoss(model, token_inputs, sums, train, weighted=True)
 
 
 def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
@@ -317,8 +350,22 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
         what = f"is {chunk}, and the model returns whole logits"
         problem = Problem("logits_chunk", what, fix=fix)
         raise ConfigError("Loss setting without effect:", [problem])
-    targets, weights = _take(batch, "targets", "weights")
-    sums = cross_entropy(outputs.logits, targets, weights, chunk=chunk)
+    targets, weights = take_arrays(batch, "targets", "weights")
+    own = cross_entropy(outputs.logits, targets, weights, chunk=chunk)
+    sums = microbatch_losses(outputs, own, train=train)
+    if outputs.ahead:
+        ahead = _ahead_loss(outputs.ahead, batch, targets, weights, chunk)
+        sums["ahead_loss"] = ahead
+        if train:
+            sums["loss"] = sums["loss"] + outputs.ahead_weight * ahead
+    return sums
+
+
+def microbatch_losses(outputs: Outputs, sums: Sums, *, train: bool) -> Sums:
+    """Add a model's auxiliary losses, metrics and arrays of a microbatch to the sums of a loss.
+
+    In training, the auxiliary losses are also added to the loss.
+    """
     others = _of_microbatch({**outputs.losses, **outputs.metrics}, sums)
     arrays = _of_microbatch(outputs.arrays, sums)
     if not outputs.of_all_devices:
@@ -327,10 +374,6 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     if train:
         for name in outputs.losses:
             loss = loss + others[name]
-    if outputs.ahead:
-        others["ahead_loss"] = _ahead_loss(outputs.ahead, batch, targets, weights, chunk)
-        if train:
-            loss = loss + outputs.ahead_weight * others["ahead_loss"]
     found = {**sums, **others, "loss": loss}
     if arrays:
         found["arrays"] = arrays
@@ -379,14 +422,15 @@ def _check_whole_microbatch(names: Sequence[str]) -> None:
     raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
 
 
-def _tokens(batch: Any) -> tuple[Any, ...]:
+def token_inputs(batch: Any) -> tuple[Any, ...]:
+    """Return the inputs of a language model: the tokens and, if a batch has them, the segments."""
     names = ["tokens"]
     if "segments" in batch:
         names.append("segments")
-    return _take(batch, *names)
+    return take_arrays(batch, *names)
 
 
-def _take(batch: Any, *names: str) -> tuple[Any, ...]:
+def take_arrays(batch: Any, *names: str) -> tuple[Any, ...]:
     """Return arrays of a batch by name.
 
     Raises:
@@ -410,10 +454,12 @@ def classification_loss(model: Model, *, train: bool = True) -> ModelLoss:
     Batches have `images`, `labels` and `weights`. `labels` and `weights` are `[batch]`, logits
     `[batch, classes]`; the step counts images as `tokens`.
     """
-    return ModelLoss(model, lambda batch: _take(batch, "images"), _class_sums, train, weighted=True)
+    return ModelLoss(
+        model, lambda batch: take_arrays(batch, "images"), _class_sums, train, weighted=True
+    )
 
 
 def _class_sums(outputs: Outputs, batch: Any) -> Sums:
-    labels, weights = _take(batch, "labels", "weights")
+    labels, weights = take_arrays(batch, "labels", "weights")
     # as sequences of one token: [batch, 1, classes] and [batch, 1]
     return cross_entropy(outputs.logits[:, None], labels[:, None], weights[:, None])

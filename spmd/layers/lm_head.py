@@ -22,18 +22,20 @@ than the float32 logits of a chunk (in bfloat16, for up to twice the tokens of a
 tokens, logits are computed again (decision 0031).
 
 Gradients are computed with the logits in the forward pass; the backward pass only scales them.
+Of the losses of single tokens (`chunked_token_losses`) only the backward pass knows the weights, so
+it computes the logits again.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import AnnotationError, Problem
 from spmd.jaxpr.examples import per_example
@@ -112,14 +114,34 @@ class _Layout:
         if self.mesh is None:
             return local(*arrays)
         stored, _, kept = self.param.specs
-        x = P(*self.tokens, self.width or None)
-        of_words = P(self.vocabulary or None)
-        in_specs = (x, stored, self.tokens, self.tokens, of_words)[: len(arrays)]
+        in_specs = (self.of_x, stored, self.tokens, self.tokens, self.of_words)[: len(arrays)]
         out_specs: tuple[P, ...] = (P(), P())
         if differentiate:
-            out_specs += (x, kept, of_words)[: len(arrays) - 2]
+            out_specs += (self.of_x, kept, self.of_words)[: len(arrays) - 2]
         region = shard_map_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
         return region(*arrays)
+
+    def run_losses(self, *arrays: Array) -> Float[Array, "batch seq"]:
+        """Run `_local_losses` on each device's part of `x`, the kernel, targets and a bias."""
+        local = functools.partial(_local_losses, layout=self)
+        if self.mesh is None:
+            return local(*arrays)
+        stored, _, _ = self.param.specs
+        in_specs = (self.of_x, stored, self.tokens, self.of_words)[: len(arrays)]
+        region = shard_map_over(
+            self.mesh, self.split, local, in_specs, self.tokens, purpose=_PURPOSE
+        )
+        return region(*arrays)
+
+    @property
+    def of_x(self) -> P:
+        """The spec of `x`."""
+        return P(*self.tokens, self.width or None)
+
+    @property
+    def of_words(self) -> P:
+        """The spec of a bias."""
+        return P(self.vocabulary or None)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -188,6 +210,23 @@ def chunked_cross_entropy(
     """
     layout = _layout(head, chunk)
     return per_example(_sums)(head.x, head.kernel, targets, weights, head.bias, layout)
+
+
+def chunked_token_losses(
+    head: LazyLogits, targets: Int[Array, "batch seq"], chunk: int = CHUNK
+) -> Float[Array, "batch seq"]:
+    """Return the cross-entropy of each token in nats, for losses that are no sum over tokens.
+
+    `chunk` is as in `chunked_cross_entropy`.
+
+    Example:
+        >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
+        >>> losses = chunked_token_losses(head, jnp.zeros((1, 2), int), chunk=1)
+        >>> losses.round(4).tolist()  # ln 8
+        [[2.0794, 2.0794]]
+    """
+    layout = _layout(head, chunk)
+    return per_example(_token_losses)(head.x, head.kernel, targets, head.bias, layout)
 
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
@@ -301,6 +340,59 @@ def _backward(
 _sums.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_losses(
+    x: Array, kernel: Array, targets: Array, bias: Array | None, layout: _Layout
+) -> Array:
+    return layout.run_losses(x, kernel, targets, *_if_any(bias))
+
+
+def _forward_of_losses(
+    x: Array, kernel: Array, targets: Array, bias: Array | None, layout: _Layout
+) -> tuple[Array, Any]:
+    return _token_losses(x, kernel, targets, bias, layout), (x, kernel, targets, bias)
+
+
+def _backward_of_losses(layout: _Layout, saved: Any, cotangent: Array) -> Any:
+    """Return the gradients of the sum of the losses, with the cotangents as weights."""
+    x, kernel, targets, bias = saved
+    own_bias = _if_any(bias)
+    weights = cotangent.astype(jnp.float32)
+    _, _, dx, dkernel, *rest = layout.run(True, x, kernel, targets, weights, *own_bias)
+    dbias = None
+    if bias is not None:
+        dbias = rest[0].astype(bias.dtype)
+    return dx.astype(x.dtype), dkernel.astype(kernel.dtype), None, dbias
+
+
+_token_losses.defvjp(_forward_of_losses, _backward_of_losses)
+
+
+def _local_losses(
+    x: Array, kernel: Array, targets: Array, bias: Array | None = None, *, layout: _Layout
+) -> Float[Array, "batch seq"]:
+    """Return the loss of each of a device's tokens."""
+    head, chunks = _gathered_head(x, kernel, bias, layout)
+    parts = tuple(_in_chunks(a, chunks) for a in (x, targets))
+
+    def of_chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:
+        return None, head.losses_of_chunk(*part)
+
+    _, losses = jax.lax.scan(of_chunk, None, parts)
+    return losses.reshape(-1)[: targets.size].reshape(targets.shape)
+
+
+def _gathered_head(
+    x: Array, kernel: Array, bias: Array | None, layout: _Layout
+) -> tuple["_Head", int]:
+    """Return the head of a device's tokens, with its kernel gathered, and the number of chunks."""
+    batch, seq, _ = x.shape
+    tokens = batch * seq * _axis_size(layout.joined)
+    with in_scope(layout.param.scope):
+        whole = layout.param.gather(kernel, x.dtype)
+    return _Head(layout, whole, tokens, bias), -(-tokens // layout.chunk)
+
+
 def _local(
     x: Array,
     kernel: Array,
@@ -316,12 +408,7 @@ def _local(
     The gradients are those of `x`, the kernel and the bias, if there is one.
     """
     batch, seq, width = x.shape
-    count = batch * seq
-    tokens = count * _axis_size(layout.joined)
-    chunks = -(-tokens // layout.chunk)
-    with in_scope(layout.param.scope):
-        whole = layout.param.gather(kernel, x.dtype)
-    head = _Head(layout, whole, tokens, bias)
+    head, chunks = _gathered_head(x, kernel, bias, layout)
     parts = tuple(_in_chunks(a, chunks) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
@@ -348,7 +435,7 @@ def _local(
     # Without the barrier XLA:TPU computes dkernel after the backward pass of all layers, and holds
     # its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
-    without_padding = dx.reshape(-1, width)[:count]
+    without_padding = dx.reshape(-1, width)[: batch * seq]
     return loss, correct, without_padding.reshape(x.shape), dkernel, *dbias
 
 
@@ -399,6 +486,36 @@ class _Turns:
         split = a.reshape(*before, self.shards, self.own, *after)
         part = jax.lax.dynamic_slice_in_dim(split, start, self.some, axis + 1)
         return part.reshape(*before, self.shards * self.some, *after)
+
+
+class _Softmax(NamedTuple):
+    """Softmax of some tokens over the words of all devices.
+
+    Attributes:
+        logits: Of this device's words, `[1, token, word]`.
+        is_target: Whether a word is the token's target.
+        exponentials: Of the logits minus the largest.
+        largest: Largest logit of each token, `[1, token]`.
+        total: Sum of the exponentials.
+        target: Logit of the target.
+    """
+
+    logits: Float[Array, "1 token word"]
+    is_target: Bool[Array, "1 token word"]
+    exponentials: Float[Array, "1 token word"]
+    largest: Float[Array, "1 token"]
+    total: Float[Array, "1 token"]
+    target: Float[Array, "1 token"]
+
+    @property
+    def normalizer(self) -> Float[Array, "1 token"]:
+        """The log-sum-exp of the logits."""
+        return jnp.log(self.total) + self.largest
+
+    @property
+    def probabilities(self) -> Float[Array, "1 token word"]:
+        """The probabilities of this device's words."""
+        return self.exponentials / self.total[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,11 +599,38 @@ class _Head:
         The gradient of a bias is a third sum. The values are the gradient of the chunk's logits if
         the head keeps it, otherwise the log-sum-exp of each token, and dx.
         """
+        weights = all_gather(weights, self.layout.along[:2])
+        softmax = self.softmax(x, targets)
+        normalizer = softmax.normalizer
+        is_correct = softmax.target >= softmax.largest
+        sums = ((normalizer - softmax.target) * weights).sum(), (is_correct * weights).sum()
+        if not differentiate:
+            return sums, ()
+        dlogits = self.dlogits(softmax.logits, softmax.probabilities, softmax.is_target, weights)
+        all_sums = (*sums, *self.dbias(dlogits))
+        if self.keeps:
+            return all_sums, (dlogits,)
+        return all_sums, (normalizer, self.dx(dlogits))
+
+    def losses_of_chunk(
+        self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]
+    ) -> Float[Array, "1 token"]:
+        """Return the losses of a device's tokens of a chunk."""
+        softmax = self.softmax(x, targets)
+        losses = softmax.normalizer - softmax.target
+        joined = self.layout.joined
+        if not joined:
+            return losses
+        own = targets.shape[1]
+        first = jax.lax.axis_index(joined) * own
+        return jax.lax.dynamic_slice_in_dim(losses, first, own, axis=1)
+
+    def softmax(self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]) -> _Softmax:
+        """Return the softmax of a chunk, with the tokens of all devices along `joined`."""
         vocabulary = self.layout.vocabulary
         along = self.layout.along
         x = all_gather(x, along)
         targets = all_gather(targets, along[:2])
-        weights = all_gather(weights, along[:2])
         logits = self.logits(x, self.kernel, self.bias)
         is_target = _is_target(self.words, targets)
         largest = logits.max(axis=-1)
@@ -496,16 +640,7 @@ class _Head:
         own_total = exponentials.sum(axis=-1)
         own_target = jnp.where(is_target, logits, 0.0).sum(axis=-1)
         total, target = psum(jnp.stack([own_total, own_target]), vocabulary)
-        normalizer = jnp.log(total) + largest
-        sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()
-        if not differentiate:
-            return sums, ()
-        probabilities = exponentials / total[..., None]
-        dlogits = self.dlogits(logits, probabilities, is_target, weights)
-        all_sums = (*sums, *self.dbias(dlogits))
-        if self.keeps:
-            return all_sums, (dlogits,)
-        return all_sums, (normalizer, self.dx(dlogits))
+        return _Softmax(logits, is_target, exponentials, largest, total, target)
 
     def dbias(self, dlogits: Float[Array, "1 token word"]) -> tuple[Array, ...]:
         """Return the gradient of the bias in a chunk, if there is one."""

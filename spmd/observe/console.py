@@ -31,6 +31,10 @@ from spmd.tree import human_bytes
 COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "loss": lambda x: f"loss {x:7.4f}",
     "val_loss": lambda x: f"val loss {x:7.4f}",
+    "reward_accuracy": lambda x: f"preferred {x:6.1%}",
+    "reward_margin": lambda x: f"margin {x:7.4f}",
+    "val_reward_accuracy": lambda x: f"preferred {x:6.1%}",
+    "val_reward_margin": lambda x: f"margin {x:7.4f}",
     "gradient_norm": lambda x: f"grad norm {x:<8.3g}",
     "dropped": lambda x: f"dropped {x:5.1%}",
     "skipped_steps": lambda x: f"skipped {x:<3.0f}",

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from spmd.data.chat import ChatTemplate, find_template
-from spmd.data.chat_corpus import make_chat_corpus
+from spmd.data.chat_corpus import CONVERSATIONS, PAIRS, RowForm, make_chat_corpus
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
 from spmd.data.text_dataset import TextDataset, open_text
@@ -34,7 +34,8 @@ from spmd.gradients.deferred_reduction import (
     defer_grad_reduction,
 )
 from spmd.gradients.keep_carry import KeepCarry
-from spmd.gradients.losses import LossFn, next_token_loss
+from spmd.gradients.losses import LossFn, ModelLoss, next_token_loss
+from spmd.gradients.preference_loss import preference_loss
 from spmd.lora.adapters import lora_rules, with_lora
 from spmd.lora.quantized_base import block_problems
 from spmd.loss_scaling.loss_scale import LossScale
@@ -106,7 +107,7 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     model = build_model(config)
     schedule = build_schedule(config, mesh)
     check_stages(config.model, schedule)
-    loss_fn = next_token_loss(model, chunk=config.logits_chunk)
+    loss_fn = build_loss(config, model)
     with Together("Invalid plan:") as errors:
         problems = _problems_of_chip(config, mesh, chip)
         problems += _problems_once(config, schedule)
@@ -191,7 +192,25 @@ def evaluation_config(config: TrainConfig) -> TrainConfig:
 
 def _build_evaluation_loss(config: TrainConfig, model: Model, schedule: Schedule | None) -> LossFn:
     """Return the loss without dropout, of a pipeline's microbatches if there is a schedule."""
-    loss_fn = next_token_loss(model, train=False, chunk=config.logits_chunk)
+    return in_stages(build_loss(config, model, train=False), schedule)
+
+
+def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> ModelLoss:
+    """Return the loss of the config's task: of the next token, or of pairs of answers."""
+    if config.task == "dpo":
+        return preference_loss(model, config.dpo, train=train, chunk=config.logits_chunk)
+    return next_token_loss(model, train=train, chunk=config.logits_chunk)
+
+
+def weighed_unit(config: TrainConfig) -> str:
+    """Return what has a weight of 1 in the loss of the config's task."""
+    if config.task == "dpo":
+        return "pairs"
+    return "tokens"
+
+
+def in_stages(loss_fn: LossFn, schedule: Schedule | None) -> LossFn:
+    """Return a loss for evaluation, of a pipeline's microbatches if there is a schedule."""
     if schedule:
         return pipelined(loss_fn, schedule.stages, schedule.microbatches)
     return loss_fn
@@ -519,10 +538,10 @@ def open_text_dataset(config: TrainConfig) -> TextDataset:
         ConfigError: The model's vocabulary is smaller than the tokenizer's.
         DataError: The text cannot be used, or a set of a mixture ends before the run.
     """
-    if config.task == "sft":
-        text = open_text(config.data, functools.partial(_open_chats, config))
-    else:
+    if config.task == "pretrain":
         text = open_text(config.data, load_corpus)
+    else:
+        text = open_text(config.data, functools.partial(_open_chats, config))
     vocab = text.tokenizer.vocab
     if vocab > config.model.vocab:
         problem = Problem(
@@ -540,13 +559,13 @@ def _open_chats(config: TrainConfig, data: DataConfig) -> Corpus:
     """Return the tokenized conversations of a set.
 
     Raises:
-        DataError: There is one conversation, so none is left for validation.
+        DataError: There is one conversation or pair, so none is left for validation.
     """
     corpus = read_source(config, data.source, load_tokenizer(data.tokenizer))
     if not len(corpus.validation_ends):
         problem = Problem(
             "data.source",
-            "holds one conversation",
+            f"holds one {_row_form(config).name}",
             "one is for validation",
             "two or more",
         )
@@ -555,7 +574,7 @@ def _open_chats(config: TrainConfig, data: DataConfig) -> Corpus:
 
 
 def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """Return the corpus of some files: text, or conversations for task sft."""
+    """Return the corpus of some files: text, conversations for task sft, or pairs for dpo."""
     data = config.data
     cache = data.cache_folder
     if config.task == "pretrain":
@@ -574,7 +593,16 @@ def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer
         sequence=data.sequence,
         validation=data.validation,
         cache=cache,
+        form=_row_form(config),
+        with_reference=config.task == "dpo" and config.dpo.needs_reference,
     )
+
+
+def _row_form(config: TrainConfig) -> RowForm:
+    """Return the form of rows of JSON for the config's task."""
+    if config.task == "dpo":
+        return PAIRS
+    return CONVERSATIONS
 
 
 def _find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -608,7 +636,11 @@ def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a batch's shapes and dtypes."""
     shape = (config.data.batch, config.data.sequence)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if packing_of(config.data, is_chat=config.task == "sft") == "documents":
+    if config.task == "dpo":
+        dtypes |= {"segments": jnp.int32, "pairs": jnp.int32}
+        if config.dpo.needs_reference:
+            dtypes["reference"] = jnp.float32
+    elif packing_of(config.data, is_chat=config.task == "sft") == "documents":
         dtypes["segments"] = jnp.int32
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from spmd.run.build import (
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
+from spmd.run.reference import pairs_with_reference
 from spmd.run.step_source import shape_problems
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Reference, pad_unevenly
@@ -66,7 +68,14 @@ class Check:
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Host batches, one for each step."""
         size = self.config.data.batch
-        order = open_text_dataset(self.config).order(self.config.seed)
+        text = open_text_dataset(self.config)
+        for part in pairs_with_reference(text.parts):
+            # Any reference model is as good for a comparison of layouts: one that knows nothing.
+            assert part.reference is not None, "rows with places"
+            part.reference.fill(
+                np.arange(part.reference.length), -math.log(self.config.model.vocab)
+            )
+        order = text.order(self.config.seed)
         batches = []
         for step in range(self.steps):
             rows = np.arange(step * size, (step + 1) * size)

@@ -51,13 +51,14 @@ from spmd.precision import canonical_precision, make_precision
 from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig, powersgd_rank
+from spmd.settings.dpo import DPOConfig
 from spmd.settings.quantize import table_problems
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.optimizer_state import ZeroStage
 from spmd.sharding.rules import Rules
 from spmd.storage.address import location_problems
 
-Task = Literal["pretrain", "sft"]
+Task = Literal["pretrain", "sft", "dpo"]
 ExchangeOnce = Literal["auto", "none", "data", "data+fsdp"]
 PrecisionName = Literal[
     "float32",
@@ -227,9 +228,10 @@ class TrainConfig(RunConfig, Generic[M]):
     """Corpus, tokenizer and batch shape."""
     task: Task = "pretrain"
     """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant
-    says in conversations, rows of JSON."""
+    says in conversations, rows of JSON; dpo, to prefer one of two answers, pairs in rows of
+    JSON."""
     chat: ChatConfig = ChatConfig()
-    """Conversations, with task sft."""
+    """Conversations, with task sft or dpo."""
     accumulate: int = 1
     """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are
     computed over a whole batch change."""
@@ -253,6 +255,8 @@ class TrainConfig(RunConfig, Generic[M]):
     mup: tuple[str, ...] = ()
     """Maximal update parametrization: fields of the narrower model whose learning rate is used,
     FIELD=VALUE, such as d_model=256 heads=4; empty: the same rate for all parameters."""
+    dpo: DPOConfig = DPOConfig()
+    """Loss of pairs of answers, with task dpo."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
@@ -324,13 +328,17 @@ class TrainConfig(RunConfig, Generic[M]):
                 yield Problem(f"slices.{axis}", what, fix=fix)
 
     def _problems_of_task(self) -> Iterator[Problem]:
-        if self.task == "pretrain" and self.chat != ChatConfig():
+        is_chat = self.task != "pretrain"
+        if not is_chat and self.chat != ChatConfig():
             yield Problem("chat", "is for conversations, and task is pretrain", fix="--task sft")
-        if self.task == "sft" and self.data.packing == "windows":
+        if self.task != "dpo" and self.dpo != DPOConfig():
+            what = f"is for pairs of answers, and task is {self.task}"
+            yield Problem("dpo", what, fix="--task dpo")
+        if is_chat and self.data.packing == "windows":
             fix = "--data.packing documents or padded"
             yield Problem("data.packing", "is windows, which cut conversations anywhere", fix=fix)
-        if self.task == "sft" and self.data.streaming:
-            what = "is for text, and task is sft"
+        if is_chat and self.data.streaming:
+            what = f"is for text, and task is {self.task}"
             yield Problem("data.streaming", what, fix="no --data.streaming")
         sequence = self.data.sequence
         model: Any = self.model

@@ -6,15 +6,15 @@ Of texts: loss, perplexity, bits per byte and accuracy. Of batches: the means of
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, RandomAccessDataset, evaluation_batches, make_rows
+from spmd.data.corpus import SPLITS, Corpus
+from spmd.data.loader import Batch, RandomAccessDataset, corpus_rows, evaluation_batches
 from spmd.data.mixture import VALIDATION, name_problems, split_name
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
@@ -111,12 +111,10 @@ def open_sets(
 
 def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[RandomAccessDataset, ...]:
     """Return the rows of each split of a corpus, without splits of fewer than two tokens."""
-    train = (corpus.train, corpus.train_ends, corpus.train_mask)
-    validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
     parts = list[RandomAccessDataset]()
-    for tokens, ends, mask in (train, validation):
+    for split, tokens in zip(SPLITS, (corpus.train, corpus.validation), strict=True):
         if len(tokens) > 1:
-            parts.append(make_rows(config.data, tokens, ends, mask, corpus.tokenizer.vocab))
+            parts.append(corpus_rows(config.data, corpus, split))
     return tuple(parts)
 
 
@@ -139,16 +137,8 @@ def evaluate(
     tokens: int,
 ) -> Iterator[Evaluation]:
     """Yield the result on each set, of at most about `tokens` tokens; 0 for all."""
-    step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
-    sharding = setup.plan.batch_sharding("tokens")
-    for each in sets:
-        sums = dict.fromkeys(("loss", "accuracy", "weight"), 0.0)
-        batches = set_batches(each, setup.config.data.batch, sharding, tokens)
-        for number, batch in enumerate(batches, 1):
-            found = step(model.params, model.variables, batch, each.name, number)
-            found = jax.device_get(found)
-            for name in sums:
-                sums[name] += float(found[name])
+    listed = list(sets)
+    for each, sums in zip(listed, evaluate_sums(setup, model, listed, tokens), strict=True):
         yield Evaluation(
             each.name,
             nats=sums["loss"],
@@ -156,6 +146,47 @@ def evaluate(
             tokens=round(sums["weight"]),
             bytes=round(_size_in_bytes(each, tokens, tokenizer)),
         )
+
+
+def evaluate_sums(
+    setup: TrainSetup, model: ModelState, sets: Iterable[EvaluationSet], tokens: int
+) -> Iterator[dict[str, float]]:
+    """Yield the sums of the loss function over each set; `tokens` is as in `evaluate`."""
+    step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
+    sharding = setup.plan.batch_sharding("tokens")
+    for each in sets:
+        sums = collections.defaultdict[str, float](float)
+        batches = set_batches(each, setup.config.data.batch, sharding, tokens)
+        for number, batch in enumerate(batches, 1):
+            found = step(model.params, model.variables, batch, each.name, number)
+            scalars, _ = split_arrays(jax.device_get(found))
+            for name, value in scalars.items():
+                sums[name] += float(value)
+        yield dict(sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairEvaluation:
+    """Result on one set of pairs: the means of the loss function's sums over `pairs` pairs."""
+
+    name: str
+    pairs: int
+    means: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures."""
+        return {"set": self.name, **self.means, "pairs": self.pairs}
+
+
+def evaluate_pairs(
+    setup: TrainSetup, model: ModelState, sets: Iterable[EvaluationSet], tokens: int
+) -> Iterator[PairEvaluation]:
+    """Yield the result on each set of pairs; `tokens` is as in `evaluate`."""
+    listed = list(sets)
+    for each, sums in zip(listed, evaluate_sums(setup, model, listed, tokens), strict=True):
+        weight = sums.pop("weight")
+        means = {name: total / weight for name, total in sums.items()}
+        yield PairEvaluation(each.name, round(weight), means)
 
 
 def evaluate_batches(
@@ -224,22 +255,38 @@ def _shared_counts(
     """Yield the same as `_counts` for a set with shares; weights make up for other sizes."""
     sequence = each.parts[0].sequence
     counts = list[int]()
-    sizes = list[int]()  # in targets
+    sizes = list[int]()  # in targets, or pairs
     for part, share in zip(each.parts, each.shares, strict=True):
         wanted = math.ceil(tokens * share / sequence) or len(part)
         count = min(len(part), wanted)
         counts.append(count)
-        sizes.append(sum(len(targets) for targets in _targets(part, count)))
+        sizes.append(_weight(part, count))
     total = sum(sizes)
     weights = [share * total / size for share, size in zip(each.shares, sizes, strict=True)]
     yield from zip(each.parts, counts, weights, strict=True)
 
 
+def _weight(part: RandomAccessDataset, count: int) -> int:
+    """Return the number of targets of the first rows, without those of weight 0, or of pairs."""
+    weight = 0
+    for rows in _first_rows(part, count):
+        if "pairs" in rows:
+            weight += int(rows["pairs"].max(axis=1).sum())
+        else:
+            weight += int((rows["weights"] > 0).sum())
+    return weight
+
+
 def _targets(part: RandomAccessDataset, count: int) -> Iterator[np.ndarray]:
     """Yield the targets of the first rows, without those of weight 0, some rows at a time."""
-    for first in range(0, count, _COUNTED_AT_ONCE):
-        rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
+    for rows in _first_rows(part, count):
         yield rows["targets"][rows["weights"] > 0]
+
+
+def _first_rows(part: RandomAccessDataset, count: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the first rows, some at a time."""
+    for first in range(0, count, _COUNTED_AT_ONCE):
+        yield part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
 
 
 def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:

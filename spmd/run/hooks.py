@@ -72,13 +72,20 @@ class Throughput:
 
     Args:
         count: How many units a batch has.
-        unit: What has a weight of 1 in the loss: examples, tokens.
+        unit: What is counted: examples, tokens.
         flops: Model FLOPs of one unit, if they are known.
+        weighed: What has a weight of 1 in the loss, if it is not the unit.
     """
 
     count: int
     unit: str = "examples"
     flops: Flops | None = None
+    weighed: str = ""
+
+    @property
+    def unit_of_weights(self) -> str:
+        """What has a weight of 1 in the loss."""
+        return self.weighed or self.unit
 
     def values(self, step_s: float, devices: Iterable[jax.Device]) -> dict[str, float]:
         """Return the rate at `step_s` seconds a step, and the devices' utilization if known."""
@@ -160,13 +167,13 @@ class Log(Hook):
         self.telemetry.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
 
     def _metric_values(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the step's own metrics, with the number of tokens by the name of the unit."""
+        """Return the step's own metrics, with the sum of weights by the name of its unit."""
         scalars, arrays = split_arrays(metrics)
         values: dict[str, Any] = {}
         for name, value in scalars.items():
             prefix, slash, metric = name.rpartition("/")
             if metric == "tokens":
-                name = f"{prefix}{slash}{self.throughput.unit}"
+                name = f"{prefix}{slash}{self.throughput.unit_of_weights}"
                 value = int(value) if value.is_integer() else value
             values[name] = value
         return values | arrays

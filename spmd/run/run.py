@@ -118,7 +118,7 @@ class Run(RunSpec):
         for name, weight in result.weights.items():
             title = "validation loss" if name == "val" else f"{name} loss"
             loss = result.evaluation[f"{name}_loss"]
-            print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{of_point}")
+            print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit_of_weights}{of_point}")
         if result.checkpoint is not None:
             print(f"checkpoint      {folder.checkpoint(result.checkpoint)}")
         print(f"metrics         {folder.location / METRICS}")

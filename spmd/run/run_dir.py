@@ -12,6 +12,7 @@ runs/demo/
   generations/         which starts of several processes have failed
   logs/process-0.log   one log per process: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, with data position, seed, config, plan, mesh, versions
+  reference/           log-probabilities of the reference model, with task dpo
   compiled_step        the compiled step, to resume without tracing and compiling
   tokenizer.json       of an imported model, with its other sidecar files (`spmd.hf.sidecar_files`)
   hf_config.json       the config.json of the imported model, or of the model that `init` names

@@ -23,7 +23,7 @@ from spmd.optim.skip_updates import counts_skips
 from spmd.plan.plan import ShardingPlan
 from spmd.run.compiled_step import LoadResult
 from spmd.run.external_state import ExternalState
-from spmd.run.hooks import Throughput
+from spmd.run.hooks import Telemetry, Throughput
 from spmd.run.loader import SavedLoader, loader_problems
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
@@ -69,6 +69,8 @@ class RunSpec:
             step; by default, the run calls it.
         initial_state: Makes the state of a run that is not resumed; by default,
             `step.init_state(config.seed)`.
+        on_initial_state: Is called with this state and the process's `Telemetry`, before the first
+            step of a run that is not resumed.
         text: What is printed at the start and written to `plan.txt`; by default, the plan.
         notes: What is printed after it.
         source: Config file that is copied into the folder.
@@ -93,6 +95,7 @@ class RunSpec:
     reloaded: ExternalState | None = None
     load_result: LoadResult | None = None
     initial_state: Callable[[], Any] | None = None
+    on_initial_state: Callable[[Any, Telemetry], None] | None = None
     text: str = ""
     notes: Sequence[str] = ()
     source: Path | None = None

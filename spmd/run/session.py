@@ -454,7 +454,9 @@ class _Session:
             reloaded = None
             if run.reloaded:
                 reloaded = run.reloaded.record(state)
-            return ResumePoint(0, 0, state, reloaded=reloaded)
+        if run.on_initial_state:
+            run.on_initial_state(state, self.telemetry)
+        return ResumePoint(0, 0, state, reloaded=reloaded)
 
     def initial_state(self) -> Any:
         run = self.run

@@ -38,6 +38,7 @@ from spmd.run.build import (
     count_flops,
     make_setup,
     open_text_dataset,
+    weighed_unit,
 )
 from spmd.run.compiled_step import LoadResult, load_compiled_step
 from spmd.run.config import TrainConfig
@@ -48,6 +49,7 @@ from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.load_params import frozen_base
 from spmd.run.preflight import count_sample_tokens, preflight
+from spmd.run.reference import compute_references, keep_references, pairs_with_reference
 from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.session import RunResult
@@ -212,6 +214,14 @@ def make_run(
     order = text.order(config.seed)
     corpus_line = f"\n{text.describe(config.steps, config.data.batch)}"
     frozen = frozen_base(config) if config.lora.targets else None
+    rows = list(text.parts)
+    for each in checked.sets:
+        rows += each.parts
+    pairs = pairs_with_reference(rows)
+    on_initial_state = None
+    if pairs:
+        keep_references(pairs, folder.path)
+        on_initial_state = functools.partial(compute_references, setup, pairs)
     notes = [flags, _init_line(checked.init), _base_line(frozen), corpus_line]
     tokens = config.data.batch * config.data.sequence
     return Run(
@@ -224,11 +234,12 @@ def make_run(
         data=text.fingerprint,
         hooks=(CopySourceFiles(setup, folder.path), *hooks),
         writers=writers,
-        throughput=Throughput(tokens, "tokens", count_flops(config)),
+        throughput=Throughput(tokens, "tokens", count_flops(config), weighed_unit(config)),
         batch=abstract_batch(config),
         reloaded=frozen,
         load_result=checked.load_result,
         initial_state=functools.partial(initial_state, setup),
+        on_initial_state=on_initial_state,
         text=f"{setup.plan}{execution_lines(setup)}",
         notes=tuple(note for note in notes if note),
         source=source,
