@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from spmd.gradients.base import value_and_grad
     from spmd.gradients.deferred_reduction import defer_grad_reduction
     from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
+    from spmd.gradients.preference_loss import preference_loss
     from spmd.jaxpr.examples import per_example
     from spmd.model_interface.grad_transform import Carry, GradTransform
     from spmd.model_interface.model import Model
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from spmd.run.session import RunResult
     from spmd.run.train import train
     from spmd.settings.compress import CompressConfig
+    from spmd.settings.dpo import DPOConfig
     from spmd.sharding.batch import whole
     from spmd.sharding.from_flax import rules_from_annotations
     from spmd.sharding.from_search import rules_from_search
@@ -79,6 +81,7 @@ __all__ = [
     "ChatConfig",
     "CheckpointManager",
     "CompressConfig",
+    "DPOConfig",
     "DataConfig",
     "DiLoCo",
     "EvaluationConfig",
@@ -133,6 +136,7 @@ __all__ = [
     "per_layer",
     "place_batch",
     "plan_report",
+    "preference_loss",
     "process_shard",
     "replica_mesh",
     "replicate",
@@ -158,6 +162,7 @@ _HOMES = {
     "ChatConfig": "spmd.data.chat",
     "CheckpointManager": "spmd.checkpoint.manager",
     "CompressConfig": "spmd.settings.compress",
+    "DPOConfig": "spmd.settings.dpo",
     "DataConfig": "spmd.data.loader",
     "DiLoCo": "spmd.diloco.transform",
     "EvaluationConfig": "spmd.run.config",
@@ -212,6 +217,7 @@ _HOMES = {
     "per_layer": "spmd.optim.per_layer",
     "place_batch": "spmd.training.batch",
     "plan_report": "spmd.report.step_report",
+    "preference_loss": "spmd.gradients.preference_loss",
     "process_shard": "spmd.data.process_batches",
     "replica_mesh": "spmd.diloco.replicas",
     "replicate": "spmd.sharding.rules",

@@ -249,7 +249,7 @@ class _Texts:
     def _read(
         self, files: Iterable[SourceFile], problems: list[Problem]
     ) -> Iterator[tuple[str, list[_Document]]]:
-        """Yield the name and the documents of each row that is kept.
+        """Yield the name and the documents of each kept row.
 
         Add what is wrong with others to `problems`.
         """
@@ -303,7 +303,7 @@ class _Texts:
         return ids, mask
 
     def _too_long(self, documents: Sequence[_Document]) -> BadConversationError:
-        """Return the error of a row that is longer than a sequence."""
+        """Return the error of a row longer than a sequence."""
         targets = [len(ids) - 1 for ids, _ in documents]
         needed = sum(targets)
         fix = f"--data.sequence {needed}, or --chat.longer drop or truncate"

@@ -30,7 +30,7 @@ class LogProbs:
         self._values: np.ndarray | None = None
 
     def keep_in(self, folder: Path) -> None:
-        """Set the folder of the file, which need not exist yet."""
+        """Set the folder of the file; it need not exist yet."""
         self._folder = folder
 
     @property

@@ -110,7 +110,7 @@ def _turns(text: str) -> list[dict[str, str]]:
 
 
 def _joined(prompt: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
-    """Return a conversation; an answer that is a whole one has the prompt in it."""
+    """Return a conversation; an answer may be a whole one, with the prompt in it."""
     begins_with_answer = bool(answer) and answer[0].get("role") == "assistant"
     if begins_with_answer or not prompt:
         return [*prompt, *answer]
@@ -126,7 +126,7 @@ def _repeats(prompt: Sequence[Any], answer: Sequence[Any]) -> bool:
 
 
 def _shared_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of messages at the start that are the same in both conversations.
+    """Return the number of equal messages at the start of both conversations.
 
     The last message of either is none of them.
     """

@@ -203,7 +203,7 @@ def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> Mode
 
 
 def weighed_unit(config: TrainConfig) -> str:
-    """Return what has a weight of 1 in the loss of the config's task."""
+    """Return the name of a weight of 1 in the loss of the config's task."""
     if config.task == "dpo":
         return "pairs"
     return "tokens"

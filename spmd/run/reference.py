@@ -40,7 +40,7 @@ REFERENCE = "reference"
 
 
 def pairs_with_reference(parts: Iterable[RandomAccessDataset]) -> list[PackedPairs]:
-    """Return the rows that have places for a reference model's log-probabilities, each once."""
+    """Return rows with places for a reference model's log-probabilities, each once."""
     found = dict[LogProbs, PackedPairs]()
     for part in parts:
         if isinstance(part, PackedPairs) and part.reference is not None:
@@ -79,7 +79,7 @@ def compute_references(
 
 
 def find_references(setup: TrainSetup, parts: Iterable[PackedPairs], run: Path) -> None:
-    """Give rows the log-probabilities that a run has written; compute those that it has not.
+    """Give rows the log-probabilities in a run's folder; compute missing ones.
 
     The reference model is made again from the config: with the parameters of `init`, or the seed.
     """
@@ -95,7 +95,7 @@ def find_references(setup: TrainSetup, parts: Iterable[PackedPairs], run: Path) 
 
 
 def fill_reference(setup: TrainSetup, part: PackedPairs, state: Any) -> Iterator[int]:
-    """Fill in the log-probabilities of rows, and yield the number of rows that are done.
+    """Fill in the log-probabilities of rows, and yield the number of rows done.
 
     All processes take part, and each has all numbers.
     """
@@ -150,13 +150,13 @@ class _NumberedRows:
 
 
 def _loss(setup: TrainSetup, rows: int) -> ModelLoss:
-    """Return a loss whose arrays are the log-probabilities of a batch."""
+    """Return a loss with the log-probabilities of a batch as its arrays."""
     sums = functools.partial(_place_log_probs, rows=rows, chunk=setup.config.logits_chunk)
     return ModelLoss(setup.plan.model, token_inputs, sums, train=False, weighted=True)
 
 
 def _place_log_probs(outputs: Outputs, batch: Any, *, rows: int, chunk: int) -> Sums:
-    """Return the log-probabilities of targets, `[rows, seq]`, and the columns that they are of.
+    """Return the log-probabilities of targets, `[rows, seq]`, and their columns.
 
     As sums, zero in the rows of other microbatches, they pass through a pipeline. A sequence over
     several devices may be in another order.

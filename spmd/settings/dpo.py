@@ -66,10 +66,10 @@ class DPOConfig:
         """Yield a problem for each setting without an effect on the loss."""
         if self.margin != -1 and self.loss != "simpo":
             what = f"is {self.margin:g}, and {self.loss} has no margin"
-            yield Problem("dpo.margin", what, fix="--dpo.loss simpo")
+            yield Problem("dpo.margin", what, fix='loss="simpo"')
         if self.label_smoothing and self.loss == "ipo":
             what = f"is {self.label_smoothing:g}, and ipo has no label smoothing"
-            yield Problem("dpo.label_smoothing", what, fix="--dpo.loss dpo")
+            yield Problem("dpo.label_smoothing", what, fix='loss="dpo"')
 
     @property
     def needs_reference(self) -> bool:

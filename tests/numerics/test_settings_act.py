@@ -17,6 +17,7 @@ from spmd.lora.config import LoRAConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import abstract_batch, make_setup
 from spmd.settings.compress import CompressConfig
+from spmd.settings.dpo import DPOConfig
 from spmd.testing import token_batches
 from tests import tiny
 
@@ -50,6 +51,7 @@ OF_CONFIG = {
     "logits_chunk": 64,
     "diloco": DiLoCoConfig(every=2),
     "mup": ("d_model=16", "heads=2", "kv_heads=1", "d_ff=32"),
+    "dpo": DPOConfig(beta=0.2),
 }
 """Field of `TrainConfig` that is no keyword of `make_plan` → a value that is not its default."""
 

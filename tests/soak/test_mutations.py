@@ -161,8 +161,8 @@ MUTATIONS = {
     ),
     "missing weight in loss": Mutation(
         "spmd/layers/lm_head.py",
-        "sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()",
-        "sums = (normalizer - target).sum(), ((target >= largest) * weights).sum()",
+        "sums = ((normalizer - softmax.target) * weights).sum(), (is_correct * weights).sum()",
+        "sums = (normalizer - softmax.target).sum(), (is_correct * weights).sum()",
         (
             "tests/numerics/test_lm_head.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
         ),
