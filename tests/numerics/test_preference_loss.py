@@ -30,6 +30,7 @@ from spmd.settings.dpo import DPOConfig
 from spmd.sharding.mesh import MeshShape
 from tests import tiny
 from tests.one_device import Job
+from tests.tiers import soak_but
 
 SEQUENCE = 64
 VOCAB = tiny.CONFIG.vocab
@@ -133,17 +134,17 @@ def job(loss: str, parts: int = 1) -> Job:
     return Job(tiny.model(), LLAMA, grad_fn, batches(2))
 
 
-@pytest.mark.parametrize(
-    ("loss", "sizes"),
-    [
-        ("dpo", {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("simpo", {"fsdp": 2, "sequence": 2, "tensor": 2}),
-        ("ipo", {"data": 2, "sequence": 2}),
-    ],
-    ids=str,
-)
-def test_every_layout_trains_as_one_device(loss: str, sizes: dict[str, int]) -> None:
+LAYOUTS = [
+    ("dpo", {"data": 2, "sequence": 2, "tensor": 2}),
+    ("ipo", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ("simpo", {"fsdp": 2, "sequence": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize("layout", soak_but(LAYOUTS, LAYOUTS[0]), ids=str)
+def test_every_layout_trains_as_one_device(layout: tuple[str, dict[str, int]]) -> None:
     """Two steps; the ring of a split sequence has its tokens in another order."""
+    loss, sizes = layout
     job(loss).assert_parity(**sizes, options=(("attention", "chunked"),))
 
 
@@ -206,11 +207,10 @@ def log_probs_of(setup: TrainSetup) -> tuple[PackedPairs, np.ndarray]:
     return part, part.reference.values
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"data": 2, "fsdp": 2, "tensor": 2}, {"sequence": 2, "fsdp": 4}, {"pipe": 2, "fsdp": 2}],
-    ids=str,
-)
+PLACES = [{"data": 2, "tensor": 4}, {"sequence": 2, "fsdp": 4}, {"pipe": 2, "fsdp": 2}]
+
+
+@pytest.mark.parametrize("sizes", soak_but(PLACES, *PLACES[1:]), ids=str)
 def test_the_reference_model_is_the_initial_one_on_any_layout(
     tmp_path: Path, sizes: dict[str, int]
 ) -> None:
