@@ -477,6 +477,7 @@ def test_metrics_that_a_lost_process_had_not_uploaded_are_restored(s3, key):
     assert mirror.pending(METRICS) == (0, b"5\n6\n7\n")
 
 
+@pytest.mark.soak
 def test_uploads_go_on_after_an_outage(s3, key, monkeypatch):
     monkeypatch.setattr(mirror_module, "INTERVAL", 0.05)
     said = []

@@ -148,6 +148,7 @@ def test_every_layout_trains_as_one_device(layout: tuple[str, dict[str, int]]) -
     job(loss).assert_parity(**sizes, options=(("attention", "chunked"),))
 
 
+@pytest.mark.soak
 def test_a_wrong_pair_is_noticed() -> None:
     """The control of the comparison: tokens of a pair without their place, as if pairs were split over devices."""
     loss_fn = preference_loss(tiny.model(), DPO)

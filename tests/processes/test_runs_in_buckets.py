@@ -238,7 +238,11 @@ def test_a_second_run_is_refused(s3, key, whole, tmp_path):
     ("out", "expected"),
     [
         ("s3://no-such-bucket/run", "the bucket no-such-bucket does not exist"),
-        ("gs://no-such-bucket/run", "the bucket no-such-bucket does not exist"),
+        pytest.param(
+            "gs://no-such-bucket/run",
+            "the bucket no-such-bucket does not exist",
+            marks=pytest.mark.soak,
+        ),
         ("s3://test-bucket", "names a bucket without a key"),
         pytest.param(
             "s3://test-bucket/run?endpoint=http://127.0.0.1:1",
