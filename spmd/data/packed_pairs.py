@@ -90,13 +90,13 @@ class PackedPairs:
             places[row, at : at + length] = np.arange(first + 1, first + length + 1)
         return places
 
-    def rows(self, indices: np.ndarray, *, with_reference: bool = True) -> dict[str, np.ndarray]:
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return `tokens`, `targets`, `segments`, `pairs`, `weights` and `reference`.
 
         Each is `[len(indices), sequence]`, int32, the last two float32. A token of the preferred
         answer of a row's pair n, from 1, or of its prompt, has n in `pairs`; of the other answer
         −n. Padding has id 0, weight 0, pair 0 and its own segment. `reference` is there if there
-        are log-probabilities and they are wanted.
+        are log-probabilities.
 
         Raises:
             DataError: An id is not in the vocabulary.
@@ -118,7 +118,7 @@ class PackedPairs:
             used[row] = at + length
         segments = np.where(segments < 0, used[:, None], segments)
         found = {**out, "segments": segments, "weights": weights}
-        if self.reference is not None and with_reference:
+        if self.reference is not None:
             places = self.targets(indices)
             known = self.reference.values[places]
             found["reference"] = np.where(weights > 0, known, np.float32(0))

@@ -130,6 +130,22 @@ class PackedDocuments:
         """Fraction of padding among all positions."""
         return 1 - float(self._pieces[1].sum()) / (len(self) * self.sequence)
 
+    def targets(self, indices: np.ndarray) -> np.ndarray:
+        """Return the place of each target among all tokens, −1 of padding.
+
+        It is int64 `[len(indices), sequence]`.
+        """
+        order, begins = self._rows
+        starts, lengths = self._pieces
+        places = np.full((len(indices), self.sequence), -1, np.int64)
+        for row, index in enumerate(indices.tolist()):
+            at = 0
+            for piece in order[begins[index] : begins[index + 1]].tolist():
+                first, length = int(starts[piece]), int(lengths[piece])
+                places[row, at : at + length] = np.arange(first + 1, first + length + 1)
+                at += length
+        return places
+
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return `tokens`, `targets` and `segments`, int32, and `weights`, float32.
 

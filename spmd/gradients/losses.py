@@ -211,17 +211,20 @@ def token_losses(
     targets: Int[Array, "batch seq"],
     *,
     chunk: int = CHUNK,
-) -> Float[Array, "batch seq"]:
-    """Return the next-token cross-entropy of each token in nats, in float32 or wider.
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """Return the next-token cross-entropy of each token in nats, and 1 for predicted targets, else 0.
 
-    For losses that are no sum over tokens. The arguments are as in `cross_entropy`.
+    Both are in float32 or wider, for losses that are no sum over tokens. The arguments are as in
+    `cross_entropy`.
     """
     if isinstance(logits, LazyLogits):
         _check_shapes(logits.x.shape[:-1], targets, targets)
         return chunked_token_losses(logits, targets, chunk)
     _check_shapes(logits.shape[:-1], targets, targets)
     logits = _wide(logits)
-    return jax.nn.logsumexp(logits, axis=-1) - _target_logits(logits, targets)
+    target = _target_logits(logits, targets)
+    correct = (target >= logits.max(axis=-1)).astype(jnp.float32)
+    return jax.nn.logsumexp(logits, axis=-1) - target, correct
 
 
 def _wide(logits: Array) -> Array:

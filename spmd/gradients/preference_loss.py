@@ -48,7 +48,8 @@ def preference_sums(
     of both answers, their difference, and the log-probabilities of both.
     """
     targets, weights, numbers = take_arrays(batch, "targets", "weights", "pairs")
-    log_probs = -token_losses(outputs.logits, targets, chunk=chunk)
+    losses_of_tokens, _ = token_losses(outputs.logits, targets, chunk=chunk)
+    log_probs = -losses_of_tokens
     pairs = _Pairs.of(numbers, weights)
     preferred = pairs.answer(log_probs, 1)
     other = pairs.answer(log_probs, -1)

@@ -121,7 +121,7 @@ class _Layout:
         region = shard_map_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
         return region(*arrays)
 
-    def run_losses(self, *arrays: Array) -> Float[Array, "batch seq"]:
+    def run_losses(self, *arrays: Array) -> tuple[Array, Array]:
         """Run `_local_losses` on each device's part of `x`, the kernel, targets and a bias."""
         local = functools.partial(_local_losses, layout=self)
         if self.mesh is None:
@@ -129,7 +129,7 @@ class _Layout:
         stored, _, _ = self.param.specs
         in_specs = (self.of_x, stored, self.tokens, self.of_words)[: len(arrays)]
         region = shard_map_over(
-            self.mesh, self.split, local, in_specs, self.tokens, purpose=_PURPOSE
+            self.mesh, self.split, local, in_specs, (self.tokens, self.tokens), purpose=_PURPOSE
         )
         return region(*arrays)
 
@@ -214,16 +214,16 @@ def chunked_cross_entropy(
 
 def chunked_token_losses(
     head: LazyLogits, targets: Int[Array, "batch seq"], chunk: int = CHUNK
-) -> Float[Array, "batch seq"]:
-    """Return the cross-entropy of each token in nats, for losses that are no sum over tokens.
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """Return the cross-entropy of each token in nats, and 1 for exactly predicted tokens, else 0.
 
-    `chunk` is as in `chunked_cross_entropy`.
+    For losses that are no sum over tokens. `chunk` is as in `chunked_cross_entropy`.
 
     Example:
         >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
-        >>> losses = chunked_token_losses(head, jnp.zeros((1, 2), int), chunk=1)
-        >>> losses.round(4).tolist()  # ln 8
-        [[2.0794, 2.0794]]
+        >>> losses, correct = chunked_token_losses(head, jnp.zeros((1, 2), int), chunk=1)
+        >>> round(float(losses[0, 0]), 4), correct.tolist()  # ln 8
+        (2.0794, [[1.0, 1.0]])
     """
     layout = _layout(head, chunk)
     return per_example(_token_losses)(head.x, head.kernel, targets, head.bias, layout)
@@ -343,21 +343,21 @@ _sums.defvjp(_forward, _backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(
     x: Array, kernel: Array, targets: Array, bias: Array | None, layout: _Layout
-) -> Array:
+) -> tuple[Array, Array]:
     return layout.run_losses(x, kernel, targets, *_if_any(bias))
 
 
 def _forward_of_losses(
     x: Array, kernel: Array, targets: Array, bias: Array | None, layout: _Layout
-) -> tuple[Array, Any]:
+) -> tuple[Any, Any]:
     return _token_losses(x, kernel, targets, bias, layout), (x, kernel, targets, bias)
 
 
-def _backward_of_losses(layout: _Layout, saved: Any, cotangent: Array) -> Any:
+def _backward_of_losses(layout: _Layout, saved: Any, cotangents: tuple[Array, Array]) -> Any:
     """Return the gradients of the sum of the losses, with the cotangents as weights."""
     x, kernel, targets, bias = saved
     own_bias = _if_any(bias)
-    weights = cotangent.astype(jnp.float32)
+    weights = cotangents[0].astype(jnp.float32)
     _, _, dx, dkernel, *rest = layout.run(True, x, kernel, targets, weights, *own_bias)
     dbias = None
     if bias is not None:
@@ -370,16 +370,19 @@ _token_losses.defvjp(_forward_of_losses, _backward_of_losses)
 
 def _local_losses(
     x: Array, kernel: Array, targets: Array, bias: Array | None = None, *, layout: _Layout
-) -> Float[Array, "batch seq"]:
-    """Return the loss of each of a device's tokens."""
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """Return the loss of each of a device's tokens, and whether it is exactly predicted."""
     head, chunks = _gathered_head(x, kernel, bias, layout)
     parts = tuple(_in_chunks(a, chunks) for a in (x, targets))
 
-    def of_chunk(_: None, part: tuple[Array, ...]) -> tuple[None, Array]:
+    def of_chunk(_: None, part: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
         return None, head.losses_of_chunk(*part)
 
-    _, losses = jax.lax.scan(of_chunk, None, parts)
-    return losses.reshape(-1)[: targets.size].reshape(targets.shape)
+    def without_padding(chunks: Array) -> Array:
+        return chunks.reshape(-1)[: targets.size].reshape(targets.shape)
+
+    _, (losses, correct) = jax.lax.scan(of_chunk, None, parts)
+    return without_padding(losses), without_padding(correct)
 
 
 def _gathered_head(
@@ -614,16 +617,20 @@ class _Head:
 
     def losses_of_chunk(
         self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]
-    ) -> Float[Array, "1 token"]:
-        """Return the losses of a device's tokens of a chunk."""
+    ) -> tuple[Float[Array, "1 token"], Float[Array, "1 token"]]:
+        """Return the losses of a device's tokens of a chunk, and 1 for exactly predicted ones."""
         softmax = self.softmax(x, targets)
         losses = softmax.normalizer - softmax.target
+        correct = (softmax.target >= softmax.largest).astype(jnp.float32)
         joined = self.layout.joined
         if not joined:
-            return losses
+            return losses, correct
         own = targets.shape[1]
         first = jax.lax.axis_index(joined) * own
-        return jax.lax.dynamic_slice_in_dim(losses, first, own, axis=1)
+        return (
+            jax.lax.dynamic_slice_in_dim(losses, first, own, axis=1),
+            jax.lax.dynamic_slice_in_dim(correct, first, own, axis=1),
+        )
 
     def softmax(self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]) -> _Softmax:
         """Return the softmax of a chunk, with the tokens of all devices along `joined`."""

@@ -282,8 +282,9 @@ def _dynamic_value(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     as many equal parts.
 
     Example:
-        >>> print(_dynamic_value(jnp.array([127, 246, 255, 8], jnp.uint8)).round(3))
-        [ 0.     0.88   1.    -0.88 ]
+        >>> numbers = _dynamic_value(jnp.array([246, 255, 8], jnp.uint8))
+        >>> [round(float(number), 3) for number in numbers]
+        [0.88, 1.0, -0.88]
     """
     place = codes.astype(jnp.int32) - _ZERO
     number = jnp.abs(place)

@@ -225,7 +225,7 @@ def test_the_reference_model_is_the_initial_one_on_any_layout(
     for row, (begin, end) in enumerate(spans):
         ids[row, : end - begin] = part.tokens[begin:end]
     logits = jax.jit(setup.plan.model.apply)(params, ids[:, :-1])
-    expected = -token_losses(logits, jnp.asarray(ids[:, 1:]))
+    expected = -token_losses(logits, jnp.asarray(ids[:, 1:]))[0]
     for row, (begin, end) in enumerate(spans):
         is_answer = part.mask[begin + 1 : end]
         found = values[begin + 1 : end][is_answer]

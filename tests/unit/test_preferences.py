@@ -161,7 +161,7 @@ def test_answers_of_a_pair_are_in_one_row(tmp_path: Path) -> None:
                 assert tokenizer.decode(found.train[places]) == answer
     assert read["pairs"].max() == 2
     assert (read["reference"][read["weights"] == 0] == 0).all()
-    assert "reference" not in rows.rows(np.arange(1), with_reference=False)
+    assert "reference" not in replace(rows, reference=None).rows(np.arange(1))
 
 
 def test_packing_keeps_pairs_whole_and_rows_within_the_limit() -> None:
