@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
-from typing import Generic
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic
 
 import jax
 import tyro
@@ -19,13 +19,20 @@ from spmd.commands.parsing import (
     value_of,
 )
 from spmd.commands.processes import start_devices
-from spmd.data.tokenizer import load_tokenizer
+from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
-from spmd.run.build import TrainSetup, config_mesh, evaluation_config, make_setup, open_text_dataset
+from spmd.run.build import (
+    TrainSetup,
+    config_mesh,
+    evaluation_config,
+    find_chat_template,
+    make_setup,
+    open_text_dataset,
+)
 from spmd.run.config import TrainConfig
 from spmd.run.evaluate import (
     Evaluation,
@@ -36,6 +43,7 @@ from spmd.run.evaluate import (
     held_out_sets,
     open_sets,
 )
+from spmd.run.lm_eval_tasks import TaskModel, TaskOptions, evaluate_tasks
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.reference import find_references, pairs_with_reference
@@ -44,6 +52,7 @@ from spmd.run.step_source import ConfigSource, load_source, shape_problems
 from spmd.sharding.mesh import MeshShape, mesh_of
 from spmd.storage.address import locate
 from spmd.training.evaluated_params import plan_evaluation_point
+from spmd.training.state import ModelState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +80,18 @@ class EvalCommand:
     devices: int | None = None
     """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
     json: bool = False
-    """Print one JSON object for each set."""
+    """Print one JSON object for each set or task."""
     launch_args: LaunchFields = LaunchArgs()
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval, such as arc_easy hellaswag, instead of texts: pip install 'spmd[lm-eval]'."""
+    task_folder: tuple[str, ...] = ()
+    """Folders with task files of your own."""
+    fewshot: int | None = None
+    """Examples before each question; by default as the task says."""
+    limit: int | None = None
+    """Documents of each task; all by default."""
+    chat: bool = False
+    """Write the prompts of tasks by the chat template."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +120,9 @@ def run_eval(arguments: list[str]) -> int:
     if len(names) == 2:
         return _eval_step(names[0], names[1], arguments[2:])
     command: EvalCommand = parse_flags(EvalCommand, arguments, "spmd eval")
-    problems = check_fields(command, {"tokens": "at least 0", "batch": "at least 1"})
+    limits = {"tokens": "at least 0", "batch": "at least 1"}
+    limits |= {"fewshot": "at least 0", "limit": "at least 1"}
+    problems = check_fields(command, limits) + _without_effect(command)
     if problems:
         raise ConfigError("Nothing can be evaluated:", problems)
     run_dir = RunDir(locate(command.run))
@@ -111,6 +132,8 @@ def run_eval(arguments: list[str]) -> int:
     setup = make_setup(plain, config_mesh(config))
     check_microbatches(setup)
     tokenizer = load_tokenizer(config.data.tokenizer)
+    if command.tasks:
+        return _eval_tasks(command, config, setup, run_dir, tokenizer)
     with spinner("reading the text"):
         if command.data:
             sets = open_sets(config, command.data, tokenizer, "--data")
@@ -120,14 +143,7 @@ def run_eval(arguments: list[str]) -> int:
     if pairs:
         with spinner("finding log-probabilities of the reference model"):
             find_references(setup, pairs, run_dir.path)
-    with (
-        spinner("restoring a checkpoint"),
-        CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
-    ):
-        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
-        step = command.step
-        if step is None:
-            step = checkpoints.latest()
+    model, step = _restore(command, run_dir, setup)
     if config.task == "dpo":
         of_pairs = evaluate_pairs(setup, model, sets, command.tokens)
         pair_results = list(spin_until_each(of_pairs, "evaluating"))
@@ -138,6 +154,80 @@ def run_eval(arguments: list[str]) -> int:
     title = f"{_title(command, step, setup)}; losses in nats per token"
     _print(command, found, title, _rows_of_texts(found))
     return 0
+
+
+def _restore(
+    command: EvalCommand, run_dir: RunDir, setup: TrainSetup
+) -> tuple[ModelState, int | None]:
+    """Return the model of the command's checkpoint, and its step."""
+    with (
+        spinner("restoring a checkpoint"),
+        CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
+    ):
+        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
+        step = command.step
+        if step is None:
+            step = checkpoints.latest()
+    return model, step
+
+
+def _without_effect(command: EvalCommand) -> list[Problem]:
+    """Return a problem for each flag of tasks without tasks, and of texts beside tasks."""
+    of_texts = ("data", "tokens")
+    of_tasks = ("task_folder", "fewshot", "limit", "chat")
+    names: tuple[str, ...] = of_tasks
+    what, fix = "is for tasks", "--tasks NAME"
+    if command.tasks:
+        names = of_texts
+        what, fix = "is for texts, and --tasks is given", "leave out one of them"
+    defaults = {field.name: field.default for field in dataclasses.fields(command)}
+    problems = list[Problem]()
+    for name in names:
+        if getattr(command, name) != defaults[name]:
+            problems.append(Problem(f"--{name.replace('_', '-')}", what, fix=fix))
+    return problems
+
+
+def _eval_tasks(
+    command: EvalCommand,
+    config: TrainConfig,
+    setup: TrainSetup,
+    run_dir: RunDir,
+    tokenizer: Tokenizer,
+) -> int:
+    """Print the figures of tasks and return the exit code."""
+    template = None
+    if command.chat:
+        template = find_chat_template(config, tokenizer)
+    model, step = _restore(command, run_dir, setup)
+    options = TaskOptions(
+        command.tasks, command.task_folder, command.fewshot, command.limit, command.chat
+    )
+    with spinner("evaluating"):
+        found = evaluate_tasks(TaskModel(setup, model, tokenizer, template), options)
+    if jax.process_index() != 0:
+        return 0
+    if command.json:
+        for name, figures in found.items():
+            print(json.dumps({"task": name, **figures}, default=str))
+        return 0
+    rows: list[tuple[str, ...]] = [("task", "metric", "value", "± standard error")]
+    for name, figures in found.items():
+        rows += _rows_of_task(name, figures)
+    print(wrap_to_terminal(_table(_title(command, step, setup), rows)))
+    return 0
+
+
+def _rows_of_task(name: str, figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each metric of a task."""
+    for key, value in figures.items():
+        metric, _, filtered = key.partition(",")
+        if metric.endswith("_stderr") or not isinstance(value, float):
+            continue
+        error = figures.get(f"{metric}_stderr,{filtered}")
+        shown = f"{error:.4f}" if isinstance(error, float) else ""
+        label = metric if filtered in ("", "none") else f"{metric} ({filtered})"
+        yield name, label, f"{value:.4f}", shown
 
 
 def _eval_step(run: str, file: str, flags: list[str]) -> int:

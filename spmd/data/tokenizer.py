@@ -1,6 +1,7 @@
 """Tokenizers: text to ids and back, and the special tokens around a document."""
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterable
@@ -58,6 +59,14 @@ class Tokenizer(Protocol):
     def starts(self) -> tuple[int, ...]:
         """Ids at the start of a document and a prompt; usually one or none."""
 
+    @property
+    def bos(self) -> int | None:
+        """Id of the token that may begin a text, added or not; None without one."""
+
+    @property
+    def specials(self) -> frozenset[int]:
+        """Ids of special tokens: they are no text."""
+
     def encode(self, text: str) -> np.ndarray:
         """Encode a document, 1-D, without `starts` and `eos`.
 
@@ -92,6 +101,8 @@ class ByteTokenizer:
     vocab: int = 256
     eos: int = 0
     starts: tuple[int, ...] = ()
+    bos: int | None = None
+    specials: frozenset[int] = frozenset()
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -131,6 +142,13 @@ class JsonTokenizer:
     ends: tuple[int, ...]
     starts: tuple[int, ...]
     model: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
+    bos: int | None = None
+
+    @functools.cached_property
+    def specials(self) -> frozenset[int]:
+        """Ids of special tokens."""
+        added = self.model.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str) -> np.ndarray:
         """Encode `text` as uint32 `[tokens]`, without added tokens."""
@@ -234,7 +252,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         parts.append(f"adds {digest[:16]}")
     if ends[0] != guess:  # a guessed end follows from the content
         parts.append(f"ends {ends[0]}")
-    return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
+    bos = _bos(path, ids) if path.name == TOKENIZER else None
+    return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model, bos)
 
 
 def _local_file(name: str) -> Path:
@@ -366,6 +385,14 @@ def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[i
     if problems:
         return ()
     return tuple(dict.fromkeys(ends))
+
+
+def _bos(path: Path, ids: dict[str, int]) -> int | None:
+    """Return the `bos_token` of the settings beside a tokenizer; None without one."""
+    text = _content_of(_read(path.parent / SETTINGS, []).get("bos_token"))
+    if not isinstance(text, str):
+        return None
+    return ids.get(text)
 
 
 def _listed_ends(found: dict[str, Any]) -> list[Any]:

@@ -588,7 +588,7 @@ def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer
     return make_chat_corpus(
         source,
         tokenizer,
-        _find_chat_template(config, tokenizer),
+        find_chat_template(config, tokenizer),
         config=config.chat,
         sequence=data.sequence,
         validation=data.validation,
@@ -605,7 +605,7 @@ def _row_form(config: TrainConfig) -> RowForm:
     return CONVERSATIONS
 
 
-def _find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template of conversations.
 
     It is the config's, or stands beside the tokenizer or the initial parameters.

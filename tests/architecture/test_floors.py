@@ -65,6 +65,7 @@ FLOORS = (
 IN_BLOCKS = {
     *("tensorboardX", "PIL.Image", "PIL.ImageOps", "IPython.display"),
     *("wandb", "mlflow", "mlflow.environment_variables"),
+    *("lm_eval", "lm_eval.api.model", "lm_eval.tasks"),
 }
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
