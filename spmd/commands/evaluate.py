@@ -42,6 +42,7 @@ from spmd.run.evaluate import (
     evaluate_pairs,
     held_out_sets,
     open_sets,
+    with_stride,
 )
 from spmd.run.lm_eval_tasks import TaskModel, TaskOptions, evaluate_tasks
 from spmd.run.load_params import restore_model
@@ -92,6 +93,9 @@ class EvalCommand:
     """Documents of each task; all by default."""
     chat: bool = False
     """Write the prompts of tasks by the chat template."""
+    stride: int = 0
+    """Begin windows of text every so many tokens, so that each token has more context; 0: every
+    window where the last one ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,7 @@ def run_eval(arguments: list[str]) -> int:
         return _eval_step(names[0], names[1], arguments[2:])
     command: EvalCommand = parse_flags(EvalCommand, arguments, "spmd eval")
     limits = {"tokens": "at least 0", "batch": "at least 1"}
-    limits |= {"fewshot": "at least 0", "limit": "at least 1"}
+    limits |= {"fewshot": "at least 0", "limit": "at least 1", "stride": "at least 0"}
     problems = check_fields(command, limits) + _without_effect(command)
     if problems:
         raise ConfigError("Nothing can be evaluated:", problems)
@@ -139,6 +143,8 @@ def run_eval(arguments: list[str]) -> int:
             sets = open_sets(config, command.data, tokenizer, "--data")
         else:
             sets = held_out_sets(open_text_dataset(config))
+    if command.stride:
+        sets = with_stride(sets, command.stride)
     pairs = pairs_with_reference(part for each in sets for part in each.parts)
     if pairs:
         with spinner("finding log-probabilities of the reference model"):
@@ -173,7 +179,7 @@ def _restore(
 
 def _without_effect(command: EvalCommand) -> list[Problem]:
     """Return a problem for each flag of tasks without tasks, and of texts beside tasks."""
-    of_texts = ("data", "tokens")
+    of_texts = ("data", "tokens", "stride")
     of_tasks = ("task_folder", "fewshot", "limit", "chat")
     names: tuple[str, ...] = of_tasks
     what, fix = "is for tasks", "--tasks NAME"

@@ -156,7 +156,8 @@ class Windows:
     """Token ids `[n]`, n ≥ 2 (may be memory-mapped) as windows.
 
     Every token but the first is a target exactly once. `vocab` is the tokenizer's, if it is known:
-    other ids are an error when they are read.
+    other ids are an error when they are read. With a `stride`, windows begin every so many tokens,
+    and a target has the weight 1 in the first window with it alone: others precede it as context.
 
     Example:
         >>> windows = Windows(np.arange(6), sequence=4)
@@ -167,9 +168,13 @@ class Windows:
     tokens: np.ndarray
     sequence: int
     vocab: int | None = None
+    stride: int = 0
 
     def __post_init__(self) -> None:
         problems = []
+        if not 0 <= self.stride <= self.sequence:
+            what = f"is {self.stride}, and a window has {self.sequence} tokens"
+            problems.append(Problem("stride", what, fix="at most as many; 0 for as many"))
         if self.tokens.ndim != 1 or len(self.tokens) < 2:
             what = "must be 1-D with at least 2 elements"
             problems.append(Problem("tokens", what, f"shape {self.tokens.shape}"))
@@ -178,7 +183,13 @@ class Windows:
             raise DataError("no windows:", problems)
 
     def __len__(self) -> int:
-        return math.ceil((len(self.tokens) - 1) / self.sequence)
+        after_first = max(0, len(self.tokens) - 1 - self.sequence)
+        return 1 + math.ceil(after_first / self.step)
+
+    @property
+    def step(self) -> int:
+        """Tokens between the beginnings of two windows."""
+        return self.stride or self.sequence
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return `tokens` and `targets`, int32, and `weights`, float32, of windows.
@@ -192,16 +203,18 @@ class Windows:
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"windows {indices.min()} to {indices.max()} of {len(self)}")
-        positions = indices[:, None].astype(np.int64) * self.sequence + np.arange(self.sequence + 1)
+        positions = indices[:, None].astype(np.int64) * self.step + np.arange(self.sequence + 1)
         inside = positions < len(self.tokens)
         last = len(self.tokens) - 1
         found = self.tokens[np.minimum(positions, last)]
         check_ids(found, self.vocab)
         ids = np.where(inside, found, 0).astype(np.int32)
+        is_new = np.arange(self.sequence) >= self.sequence - self.step
+        counts = inside[:, 1:] & (is_new | (indices[:, None] == 0))
         return {
             "tokens": ids[:, :-1],
             "targets": ids[:, 1:],
-            "weights": inside[:, 1:].astype(np.float32),
+            "weights": counts.astype(np.float32),
         }
 
 

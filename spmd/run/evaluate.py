@@ -14,7 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd.data.corpus import SPLITS, Corpus
-from spmd.data.loader import Batch, RandomAccessDataset, corpus_rows, evaluation_batches
+from spmd.data.loader import (
+    Batch,
+    RandomAccessDataset,
+    Windows,
+    corpus_rows,
+    evaluation_batches,
+)
 from spmd.data.mixture import VALIDATION, name_problems, split_name
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
@@ -116,6 +122,25 @@ def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[RandomAccessDataset,
         if len(tokens) > 1:
             parts.append(corpus_rows(config.data, corpus, split))
     return tuple(parts)
+
+
+def with_stride(sets: Sequence[EvaluationSet], stride: int) -> list[EvaluationSet]:
+    """Return sets with windows every `stride` tokens, for more context of each token.
+
+    Raises:
+        ConfigError: A set is not in windows, or the stride is longer than one.
+    """
+    found = list[EvaluationSet]()
+    for each in sets:
+        parts = list[RandomAccessDataset]()
+        for part in each.parts:
+            if not isinstance(part, Windows):
+                what = "is for windows of text, and this set is packed"
+                problem = Problem("--stride", what, each.name, "leave it out")
+                raise ConfigError("Nothing can be evaluated:", [problem])
+            parts.append(dataclasses.replace(part, stride=stride))
+        found.append(dataclasses.replace(each, parts=tuple(parts)))
+    return found
 
 
 def held_out_sets(text: TextDataset) -> list[EvaluationSet]:
@@ -241,19 +266,26 @@ def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[RandomAccessData
     if each.shares:
         yield from _shared_counts(each, tokens)
         return
-    left = tokens or sum(len(part) * part.sequence for part in each.parts)
+    left = tokens or sum(len(part) * _targets_of_row(part) for part in each.parts)
     for part in each.parts:
-        count = min(len(part), math.ceil(left / part.sequence))
+        count = min(len(part), math.ceil(left / _targets_of_row(part)))
         if count:
             yield part, count, 1.0
-        left -= count * part.sequence
+        left -= count * _targets_of_row(part)
+
+
+def _targets_of_row(part: RandomAccessDataset) -> int:
+    """Return the number of targets of a row that count: with a stride, fewer than its tokens."""
+    if isinstance(part, Windows):
+        return part.step
+    return part.sequence
 
 
 def _shared_counts(
     each: EvaluationSet, tokens: int
 ) -> Iterator[tuple[RandomAccessDataset, int, float]]:
     """Yield the same as `_counts` for a set with shares; weights make up for other sizes."""
-    sequence = each.parts[0].sequence
+    sequence = _targets_of_row(each.parts[0])
     counts = list[int]()
     sizes = list[int]()  # in targets, or pairs
     for part, share in zip(each.parts, each.shares, strict=True):

@@ -37,6 +37,9 @@ _FEWSHOT_SEED = 1234
 _MOST_NEW_TOKENS = 256
 """New tokens of a request without a number, as in `lm_eval`."""
 
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, LookupError, ImportError)
+"""Errors of data sets: no network, no such set, an unreadable file."""
+
 Scored = tuple[list[int], list[int]]
 """Tokens of a context, and of its continuation."""
 
@@ -71,7 +74,7 @@ class TaskModel:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Most tokens that the model reads at once: its context, or the sequence of the training."""
+        """Most tokens of a request: the model's context, or the sequence of its training."""
         config: Any = self.setup.config.model
         return context_of(config) or self.setup.config.data.sequence
 
@@ -81,7 +84,7 @@ class TaskModel:
 
     @property
     def prefix(self) -> int:
-        """Token before a text without a context: that of a beginning, or else the end token."""
+        """Token before a text without a context: one that begins texts, or else the end token."""
         tokenizer = self.tokenizer
         if tokenizer.bos is not None:
             return tokenizer.bos
@@ -319,7 +322,7 @@ class _Requests:
 
 
 def _rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> Iterator[Scored]:
-    """Yield windows of a text in which each token is scored once.
+    """Yield windows of a text; each token is scored once.
 
     All but the first begin with the token before their own.
 
@@ -393,7 +396,7 @@ def _load(manager: Any, options: TaskOptions) -> Any:
     """Return the tasks of `lm_eval` with their documents."""
     try:
         return manager.load(list(options.names))
-    except Exception as error:
+    except _LOADING_ERRORS as error:
         detail = str(error).strip().partition("\n")[0] or type(error).__name__
         fix = "a network to the data sets, or a task file with data on this machine (--task-folder)"
         problem = Problem(", ".join(options.names), "cannot be loaded", detail, fix)
@@ -416,7 +419,7 @@ def _set_fewshot(task: Any, fewshot: int | None) -> None:
 def _standard_errors(
     figures: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Return the standard error of each figure that is a mean over documents, by its name."""
+    """Return the standard errors of means over documents, by the names of the figures."""
     errors = dict[str, float]()
     for key, value in figures.items():
         metric, _, filtered = key.partition(",")
@@ -431,7 +434,7 @@ def _standard_errors(
 
 
 def _check_names(options: TaskOptions, known: Sequence[str]) -> None:
-    """Raise for folders that do not exist, and for names that are no tasks."""
+    """Raise for missing folders, and for names without a task."""
     problems = list[Problem]()
     for folder in options.folders:
         if not Path(folder).is_dir():

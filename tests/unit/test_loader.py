@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd.data.loader import DataConfig, bigram_loss, load_corpus
+from spmd.data.loader import DataConfig, Windows, bigram_loss, load_corpus
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError
 from spmd.partition_rules.llama import LLAMA
@@ -86,3 +86,17 @@ def test_wrong_evaluation_sets_are_reported_at_once(tmp_path: Path) -> None:
     assert [
         each.name for each in open_sets(config, named[:2], load_tokenizer("bytes"), "--data")
     ] == ["val", "a"]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 4, 8])
+def test_windows_with_a_stride_weigh_each_target_once(stride: int) -> None:
+    """All but the first window's are preceded by at least `sequence - stride` tokens of their window."""
+    windows = Windows(np.arange(30), sequence=8, stride=stride)
+    rows = windows.rows(np.arange(len(windows)))
+    weighed = rows["targets"][rows["weights"] > 0]
+    assert sorted(weighed.tolist()) == list(range(1, 30))
+    for row, weights in enumerate(rows["weights"][1:], start=1):
+        assert not weights[: 8 - stride].any()
+        assert rows["tokens"][row, 0] == row * stride
+    with pytest.raises(DataError, match="a window has 8 tokens"):
+        Windows(np.arange(30), sequence=8, stride=9)
