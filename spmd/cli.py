@@ -19,6 +19,7 @@ import jax
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, CheckStepCommand, run_check
 from spmd.commands.compile import CompileCommand, run_compile
+from spmd.commands.data import DataShowCommand, run_data
 from spmd.commands.diff import DiffCommand, run_diff
 from spmd.commands.doctor import DoctorCommand, run_doctor
 from spmd.commands.evaluate import EvalCommand, run_eval
@@ -73,6 +74,8 @@ usage: spmd COMMAND …
        [--products 2]                                … on every axis and every pair of axes
   spmd eval RUN [--data NAME=SOURCE …] [--json]      loss, perplexity, bits per byte and accuracy
   spmd eval RUN FILE                                 … of a train step of your own
+  spmd eval RUN --tasks TASK …                       … on tasks of lm-eval
+  spmd data show FILE … [--tokenizer T]              conversations or pairs, and what is trained
   spmd generate RUN --prompt TEXT [--prompt TEXT …]  text from a trained model, token by token
        [--temperature T] [--top-k K] [--top-p P]     … sampled; temperature 0 is greedy
        [--mesh.fsdp 4 …] [--devices N]               … on another mesh than the run's
@@ -101,6 +104,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "doctor": (run_doctor, (DoctorCommand,)),
     "check": (run_check, (CheckCommand, CheckStepCommand)),
     "eval": (run_eval, (EvalCommand,)),
+    "data": (run_data, (DataShowCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
     "save": (run_save, (SaveCommand,)),
     "status": (run_status, (StatusCommand,)),

@@ -109,7 +109,7 @@ def make_chat_corpus(
     Raises:
         DataError: All conversations that cannot be used, up to ten of a file.
     """
-    files = _find_rows(source)
+    files = find_rows(source)
     settings = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer.name,
@@ -156,7 +156,7 @@ def make_chat_corpus(
     )
 
 
-def _find_rows(source: Iterable[str]) -> list[SourceFile]:
+def find_rows(source: Iterable[str]) -> list[SourceFile]:
     """Return the files of all sources, and refuse those without rows of JSON."""
     files = find_files(source)
     others = [str(file.path) for file in files if file.format not in JSON_FORMATS]

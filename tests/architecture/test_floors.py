@@ -83,11 +83,12 @@ HOMES = {
     "IPython": {"observe.notebook"},
     "wandb": {"observe.wandb_writer"},
     "mlflow": {"observe.mlflow_writer"},
-    "rich": {"observe.console", "observe.notebook", "observe.spinner"},
+    "rich": {"commands.data", "observe.console", "observe.notebook", "observe.spinner"},
     "tyro": {
         "run.config",
         "commands.parsing",
         "commands.check",
+        "commands.data",
         "commands.evaluate",
         "commands.generate",
         "commands.import_hf",

@@ -1,0 +1,107 @@
+"""First rows of conversations or pairs as their text, with the parts that are trained."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from spmd.data.chat import ChatTemplate, Conversation
+from spmd.data.chat_corpus import CONVERSATIONS, PAIRS, RowForm, find_rows
+from spmd.data.documents import FileProblems
+from spmd.data.text_files import JsonRows
+from spmd.data.tokenizer import Tokenizer
+from spmd.errors import DataError, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A conversation of a row.
+
+    Attributes:
+        where: File and row.
+        side: `chosen` or `rejected` of a pair; empty of a conversation.
+        pieces: Text and whether its tokens are trained, in order.
+        tokens: Number of tokens.
+        trained: Number of trained targets.
+    """
+
+    where: str
+    side: str
+    pieces: tuple[tuple[str, bool], ...]
+    tokens: int
+    trained: int
+
+
+def first_examples(
+    source: Iterable[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    form: RowForm | None,
+    count: int,
+) -> list[Example]:
+    """Return the conversations of the first rows; a form of None is told by the first row.
+
+    Raises:
+        DataError: A row before them cannot be used, or there is none.
+    """
+    found = list[Example]()
+    rows = 0
+    for file in find_rows(source):
+        problems = FileProblems(file)
+        reader = JsonRows(file.path, lambda row: row, "cannot be read", problems.report)
+        for part, row in reader.read(file.format):
+            if form is None:
+                form = PAIRS if isinstance(row, dict) and "chosen" in row else CONVERSATIONS
+            where = f"{file.path}{part}"
+            found += _of_row(row, where, form, tokenizer, template)
+            rows += 1
+            if rows == count:
+                return found
+        if problems.all():
+            raise DataError("invalid conversations:", problems.all())
+    if not found:
+        raise DataError("invalid conversations:", [Problem("the files", "hold no rows")])
+    return found
+
+
+def _of_row(
+    row: Any, where: str, form: RowForm, tokenizer: Tokenizer, template: ChatTemplate
+) -> Iterator[Example]:
+    """Yield the conversations of a row."""
+    try:
+        conversations = form.read(row, template.knows)
+        sides = ("chosen", "rejected") if len(conversations) > 1 else ("",)
+        for side, conversation in zip(sides, conversations, strict=True):
+            yield _example(conversation, where, side, tokenizer, template)
+    except ValueError as error:  # a BadConversationError among others
+        fix = getattr(error, "fix", "")
+        problem = Problem(where, "cannot be used", str(error), fix)
+        raise DataError("invalid conversations:", [problem]) from error
+
+
+def _example(
+    conversation: Conversation,
+    where: str,
+    side: str,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+) -> Example:
+    """Return a conversation as text, by the tokens that are trained."""
+    written = template.write(conversation)
+    ids, characters = tokenizer.encode_chat(written.text)
+    mask = np.zeros(len(ids), bool)
+    is_trained = np.zeros(len(written.text), bool)
+    for begin, end in written.spans:
+        mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
+    mask[:1] = False  # the first token is no target
+    for begin, end in characters[mask].tolist():
+        is_trained[begin:end] = True
+    changes = np.flatnonzero(np.diff(is_trained)) + 1
+    bounds = [0, *changes.tolist(), len(written.text)]
+    pieces = []
+    for begin, end in itertools.pairwise(bounds):
+        if begin < end:
+            pieces.append((written.text[begin:end], bool(is_trained[begin])))
+    return Example(where, side, tuple(pieces), len(ids), int(mask.sum()))
