@@ -176,10 +176,13 @@ def cross_entropy(
     weights: Float[Array, "batch seq"],
     *,
     chunk: int = CHUNK,
+    z_loss: float = 0.0,
 ) -> Sums:
     """Return the next-token cross-entropy in nats, the weight and the accuracy, as weighted sums.
 
-    A target whose logit ties with the largest counts as predicted.
+    A target whose logit ties with the largest counts as predicted. With a weight `z_loss`, the loss
+    has the squared log-sum-exp of the logits times it, and `logit_z_loss` is this part (Chowdhery
+    et al., arXiv:2204.02311, section 5).
 
     Args:
         logits: Logits in any float dtype, cast to float32 unless they are wider. The vocabulary may
@@ -190,20 +193,28 @@ def cross_entropy(
     """
     if isinstance(logits, LazyLogits):
         _check_shapes(logits.x.shape[:-1], targets, weights)
-        loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
-        return {"loss": loss, "weight": weights.sum(), "accuracy": correct}
+        loss, correct, *z_sum = chunked_cross_entropy(logits, targets, weights, chunk, z_loss)
+        sums = {"loss": loss, "weight": weights.sum(), "accuracy": correct}
+        if z_sum:
+            sums["logit_z_loss"] = z_sum[0]
+        return sums
     _check_shapes(logits.shape[:-1], targets, weights)
     logits = _wide(logits)
     target = _target_logits(logits, targets)
-    losses = jax.nn.logsumexp(logits, axis=-1) - target
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    losses = normalizer - target
     # logsumexp computes the maximum anyway; an argmax, which breaks ties, would need a second copy
     # of the logits.
     correct = (target >= logits.max(axis=-1)).astype(jnp.float32)
-    return {
+    sums = {
         "loss": (losses * weights).sum(),
         "weight": weights.sum(),
         "accuracy": (correct * weights).sum(),
     }
+    if z_loss:
+        sums["logit_z_loss"] = (z_loss * normalizer**2 * weights).sum()
+        sums["loss"] = sums["loss"] + sums["logit_z_loss"]
+    return sums
 
 
 def token_losses(
@@ -330,19 +341,23 @@ def valid_tokens(batch: Any) -> Bool[Array, "batch seq"] | None:
     return number <= lengths
 
 
-def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> ModelLoss:
+def next_token_loss(
+    model: Model, *, train: bool = True, chunk: int = CHUNK, z_loss: float = 0.0
+) -> ModelLoss:
     """Return the loss of a language model on batches of `tokens`, `targets` and `weights`.
 
     Each is `[batch, sequence]`. A batch may also have `segments`, the document of each token: the
     second input of the model; and `valid`, the mask of its tokens (`valid_tokens`). The model
     returns logits `[batch, sequence, vocab]` or `spmd.model_interface.model.Outputs`, whose losses
-    are added in training.
+    are added in training. So is `z_loss` times the squared log-sum-exp of the logits.
     """
-    sums = functools.partial(next_token_sums, train=train, chunk=chunk)
+    sums = functools.partial(next_token_sums, train=train, chunk=chunk, z_loss=z_loss)
     return ModelLoss(model, token_inputs, sums, train, weighted=True)
 
 
-def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
+def next_token_sums(
+    outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK, z_loss: float = 0.0
+) -> Sums:
     """Return cross-entropy of the next token, auxiliary losses and metrics, as weighted sums.
 
     Raises:
@@ -354,7 +369,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
         problem = Problem("logits_chunk", what, fix=fix)
         raise ConfigError("Loss setting without effect:", [problem])
     targets, weights = take_arrays(batch, "targets", "weights")
-    own = cross_entropy(outputs.logits, targets, weights, chunk=chunk)
+    own_z_loss = z_loss if train else 0.0
+    own = cross_entropy(outputs.logits, targets, weights, chunk=chunk, z_loss=own_z_loss)
     sums = microbatch_losses(outputs, own, train=train)
     if outputs.ahead:
         ahead = _ahead_loss(outputs.ahead, batch, targets, weights, chunk)

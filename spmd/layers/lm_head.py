@@ -107,6 +107,7 @@ class _Layout:
     param: ShardedParam = _ONE_DEVICE  # the kernel
     vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
     width: tuple[str, ...] = ()  # the axes of `vocabulary` that also split the width of `x`
+    z_loss: float = 0.0
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets, weights and a bias."""
@@ -115,7 +116,7 @@ class _Layout:
             return local(*arrays)
         stored, _, kept = self.param.specs
         in_specs = (self.of_x, stored, self.tokens, self.tokens, self.of_words)[: len(arrays)]
-        out_specs: tuple[P, ...] = (P(), P())
+        out_specs: tuple[P, ...] = (P(),) * self.sums
         if differentiate:
             out_specs += (self.of_x, kept, self.of_words)[: len(arrays) - 2]
         region = shard_map_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
@@ -132,6 +133,13 @@ class _Layout:
             self.mesh, self.split, local, in_specs, (self.tokens, self.tokens), purpose=_PURPOSE
         )
         return region(*arrays)
+
+    @property
+    def sums(self) -> int:
+        """Number of sums: the loss, predicted tokens and, if it has a weight, the z-loss."""
+        if self.z_loss:
+            return 3
+        return 2
 
     @property
     def of_x(self) -> P:
@@ -196,10 +204,12 @@ def chunked_cross_entropy(
     targets: Int[Array, "batch seq"],
     weights: Float[Array, "batch seq"],
     chunk: int = CHUNK,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    z_loss: float = 0.0,
+) -> tuple[Float[Array, ""], ...]:
     """Return the weighted sums of the cross-entropy in nats, and of exactly predicted tokens.
 
-    `weights` have no gradient. `chunk` is the number of tokens of each chunk, per device.
+    With a weight `z_loss`, the first has the z-loss in it, which is also the third sum. `weights`
+    have no gradient. `chunk` is the number of tokens of each chunk, per device.
 
     Example:
         >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
@@ -208,7 +218,7 @@ def chunked_cross_entropy(
         >>> round(float(loss), 4), float(correct)  # 2 ln 8
         (4.1589, 2.0)
     """
-    layout = _layout(head, chunk)
+    layout = dataclasses.replace(_layout(head, chunk), z_loss=z_loss)
     return per_example(_sums)(head.x, head.kernel, targets, weights, head.bias, layout)
 
 
@@ -311,9 +321,9 @@ def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, bias: Array | None, layout: _Layout
 ) -> tuple[Any, Any]:
     own_bias = _if_any(bias)
-    loss, correct, *gradients = layout.run(True, x, kernel, targets, weights, *own_bias)
+    found = layout.run(True, x, kernel, targets, weights, *own_bias)
     likes = [jnp.zeros((0,), a.dtype) for a in (x, kernel, *own_bias)]
-    return (loss, correct), (gradients, likes)
+    return found[: layout.sums], (list(found[layout.sums :]), likes)
 
 
 def _if_any(bias: Array | None) -> tuple[Array, ...]:
@@ -358,7 +368,8 @@ def _backward_of_losses(layout: _Layout, saved: Any, cotangents: tuple[Array, Ar
     x, kernel, targets, bias = saved
     own_bias = _if_any(bias)
     weights = cotangents[0].astype(jnp.float32)
-    _, _, dx, dkernel, *rest = layout.run(True, x, kernel, targets, weights, *own_bias)
+    found = layout.run(True, x, kernel, targets, weights, *own_bias)
+    dx, dkernel, *rest = found[layout.sums :]
     dbias = None
     if bias is not None:
         dbias = rest[0].astype(bias.dtype)
@@ -418,14 +429,14 @@ def _local(
         sums, saved = head.of_chunk(*part, differentiate=differentiate)
         return jax.tree.map(jnp.add, total, sums), saved
 
-    zeros: tuple[Array, ...] = (jnp.float32(0), jnp.float32(0))
+    zeros: tuple[Array, ...] = (jnp.float32(0),) * layout.sums
     if differentiate and bias is not None:
         zeros += (jnp.zeros(bias.shape, jnp.float32),)
     sums, saved = jax.lax.scan(add, zeros, parts)
     totals = tuple(psum(s, layout.summed) for s in sums)
     if not differentiate:
         return totals
-    loss, correct, *dbias = totals
+    own_sums, dbias = totals[: layout.sums], totals[layout.sums :]
     if head.keeps:
         (kept,) = saved
         dx = head.dx(kept)
@@ -439,7 +450,7 @@ def _local(
     # its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
     without_padding = dx.reshape(-1, width)[: batch * seq]
-    return loss, correct, without_padding.reshape(x.shape), dkernel, *dbias
+    return *own_sums, without_padding.reshape(x.shape), dkernel, *dbias
 
 
 def _axis_size(axes: tuple[str, ...]) -> int:
@@ -606,14 +617,27 @@ class _Head:
         softmax = self.softmax(x, targets)
         normalizer = softmax.normalizer
         is_correct = softmax.target >= softmax.largest
+        sums: tuple[Array, ...]
         sums = ((normalizer - softmax.target) * weights).sum(), (is_correct * weights).sum()
+        z_loss = self.layout.z_loss
+        if z_loss:
+            z_sum = (z_loss * normalizer**2 * weights).sum()
+            sums = (sums[0] + z_sum, sums[1], z_sum)
         if not differentiate:
             return sums, ()
-        dlogits = self.dlogits(softmax.logits, softmax.probabilities, softmax.is_target, weights)
+        probabilities = self.with_z_loss(softmax.probabilities, normalizer)
+        dlogits = self.dlogits(softmax.logits, probabilities, softmax.is_target, weights)
         all_sums = (*sums, *self.dbias(dlogits))
         if self.keeps:
             return all_sums, (dlogits,)
         return all_sums, (normalizer, self.dx(dlogits))
+
+    def with_z_loss(self, probabilities: Array, normalizer: Array) -> Array:
+        """Return probabilities in the gradient of logits, with that of the squared normalizer."""
+        z_loss = self.layout.z_loss
+        if not z_loss:
+            return probabilities
+        return probabilities * (1 + 2 * z_loss * normalizer)[..., None]
 
     def losses_of_chunk(
         self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]
@@ -720,6 +744,7 @@ class _Head:
         logits = self.logits(x, kernel, bias)
         is_target = _is_target(turns.part(self.words, start, 0), targets)
         probabilities = jnp.exp(logits - normalizer[..., None])
+        probabilities = self.with_z_loss(probabilities, normalizer)
         return self.dlogits(logits, probabilities, is_target, weights)
 
 

@@ -199,7 +199,9 @@ def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> Mode
     """Return the loss of the config's task: of the next token, or of pairs of answers."""
     if config.task == "dpo":
         return preference_loss(model, config.dpo, train=train, chunk=config.logits_chunk)
-    return next_token_loss(model, train=train, chunk=config.logits_chunk)
+    return next_token_loss(
+        model, train=train, chunk=config.logits_chunk, z_loss=config.logit_z_loss
+    )
 
 
 def weighed_unit(config: TrainConfig) -> str:

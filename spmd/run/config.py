@@ -257,11 +257,15 @@ class TrainConfig(RunConfig, Generic[M]):
     FIELD=VALUE, such as d_model=256 heads=4; empty: the same rate for all parameters."""
     dpo: DPOConfig = DPOConfig()
     """Loss of pairs of answers, with task dpo."""
+    logit_z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits, added to the loss in training so that they
+    do not drift, such as 1e-4; the metric logit_z_loss is this part of the loss."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
         "accumulate": "at least 1",
         "logits_chunk": "at least 1",
+        "logit_z_loss": "at least 0",
         "devices": "at least 0",
         "zero": get_args(ZeroStage),
         "task": get_args(Task),
@@ -334,6 +338,9 @@ class TrainConfig(RunConfig, Generic[M]):
         if self.task != "dpo" and self.dpo != DPOConfig():
             what = f"is for pairs of answers, and task is {self.task}"
             yield Problem("dpo", what, fix="--task dpo")
+        if self.task == "dpo" and self.logit_z_loss:
+            what = f"is {self.logit_z_loss:g}, and the loss of pairs has none"
+            yield Problem("logit_z_loss", what, fix="--logit-z-loss 0")
         if is_chat and self.data.packing == "windows":
             fix = "--data.packing documents or padded"
             yield Problem("data.packing", "is windows, which cut conversations anywhere", fix=fix)

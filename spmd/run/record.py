@@ -53,6 +53,7 @@ MAY_CHANGE = (
     "diloco.codec",
     "diloco.keep",
     "diloco.learning_rate",
+    "logit_z_loss",
     "optimizer.learning_rate",
     "optimizer.schedule",
     "optimizer.warmup_steps",

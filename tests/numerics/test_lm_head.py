@@ -68,6 +68,32 @@ def test_a_soft_cap_of_logits_is_in_the_loss_and_its_gradients(chunk):
         assert np.abs(without - capped).max() > 0.1
 
 
+@pytest.mark.parametrize("chunk", [5, 1024])
+def test_a_z_loss_is_in_the_loss_and_its_gradients(chunk):
+    """As plain autodiff of the squared log-sum-exp has it, kept or computed again; the control has another weight."""
+    kernel = 3 * random(8, 20, seed=1)
+    ours = sums(lambda x, kernel: LazyLogits(x, kernel), kernel, chunk=chunk, z_loss=0.1)
+    plain = functools.partial(sums, jnp.matmul, z_loss=0.1)
+    assert_close(ours, plain(kernel), noise_of(plain, kernel))
+    found = ours[1]
+    without = sums(jnp.matmul, kernel)[1]["loss"]
+    np.testing.assert_allclose(found["loss"] - found["logit_z_loss"], without, rtol=1e-5)
+    assert found["logit_z_loss"] > 0.1
+    other = sums(jnp.matmul, kernel, z_loss=0.2)
+    assert np.abs(other[0][0] - ours[0][0]).max() > 1e-2
+
+
+@pytest.mark.soak
+def test_a_z_loss_is_the_same_on_a_split_vocabulary():
+    """Two steps on meshes; the control has another weight."""
+    loss = value_and_grad(next_token_loss(tiny.model(), z_loss=1e-2))
+    job = Job(tiny.model(), LLAMA, loss, BATCHES)
+    job.assert_parity(fsdp=2, tensor=2, data=2)
+    job.assert_parity(sequence=2, tensor=2)
+    other = value_and_grad(next_token_loss(tiny.model(), z_loss=2e-2))
+    assert not job.parity(tensor=2, grad_fn=other).ok
+
+
 def in_turns(monkeypatch, seen, words=3):
     """Lets a turn have so few words, and notes whether gradients of logits are kept, and whether there are turns."""
     turns, loop, gradient = [], jax.lax.fori_loop, vocabulary._Head.dkernel
