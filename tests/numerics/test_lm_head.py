@@ -68,7 +68,7 @@ def test_a_soft_cap_of_logits_is_in_the_loss_and_its_gradients(chunk):
         assert np.abs(without - capped).max() > 0.1
 
 
-@pytest.mark.parametrize("chunk", [5, 1024])
+@pytest.mark.parametrize("chunk", [5, pytest.param(1024, marks=pytest.mark.soak)])
 def test_a_z_loss_is_in_the_loss_and_its_gradients(chunk):
     """As plain autodiff of the squared log-sum-exp has it, kept or computed again; the control has another weight."""
     kernel = 3 * random(8, 20, seed=1)
