@@ -73,7 +73,8 @@ from spmd.sharding.mesh import (
     shards_of,
 )
 from spmd.storage.download import is_side_file, local_path
-from spmd.training.step import Watch, make_train_step
+from spmd.training.norms import ModuleNorms, no_norms
+from spmd.training.step import Norms, Watch, make_train_step
 
 MICROBATCHES = 4
 """For each stage, at most, by default: enough for a negligible bubble (Huang et al.,
@@ -116,11 +117,15 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
         plan = build_plan(config, mesh, model, build_transforms(config, loss_fn, schedule))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     options = _build_compiler_options(config, mesh)
+    norms: Norms = no_norms
+    if config.norms:
+        norms = ModuleNorms(plan)
     step = make_train_step(
         plan,
         grad_fn=grad_fn,
         watch=build_watch(config),
         compiler_options=options,
+        norms=norms,
     )
     return TrainSetup(
         config=config,

@@ -260,6 +260,8 @@ class TrainConfig(RunConfig, Generic[M]):
     logit_z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits, added to the loss in training so that they
     do not drift, such as 1e-4; the metric logit_z_loss is this part of the loss."""
+    norms: bool = False
+    """Add norms of parameters, gradients and updates to the metrics, by module and layer."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
@@ -306,6 +308,7 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from self._problems_of_task()
         yield from _model_problems(self.model)
         yield from self._problems_of_steps()
+        yield from self._problems_of_norms()
         yield from self._problems_of_replicas()
         yield from self._problems_of_mup()
 
@@ -357,6 +360,17 @@ class TrainConfig(RunConfig, Generic[M]):
                 f"{sequence} tokens > {longest} positions",
                 f"at most {longest}",
             )
+
+    def _problems_of_norms(self) -> Iterator[Problem]:
+        """Yield a problem where norms cannot be computed in the step."""
+        if not self.norms:
+            return
+        if "params" in self.offload:
+            what = "is true, and offload has params in host memory, where nothing is computed"
+            yield Problem("norms", what, fix="--no-norms")
+        if self.diloco.every:
+            what = "is true, and each replica has norms of its own"
+            yield Problem("norms", what, fix="--no-norms")
 
     def _problems_of_steps(self) -> Iterator[Problem]:
         if self.recovery.on_spike == "skip" and self.precision == "fp16":

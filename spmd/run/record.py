@@ -72,6 +72,7 @@ MAY_CHANGE = (
     "compress",
     "quantize",
     # What is checked and written, and when.
+    "norms",
     "evaluate",
     "sample",
     "sdc_checks",

@@ -28,6 +28,7 @@ from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.sharding.mesh import AnyMesh
 from spmd.training.batch import place_batch
 from spmd.training.compilation_cache import watch_cache_hits, without_faulty_cache
+from spmd.training.norms import no_norms
 from spmd.training.state import (
     TrainState,
     abstract_arguments,
@@ -41,6 +42,8 @@ from spmd.training.state import (
 
 Watch = Callable[[TrainState, TrainState], Any]
 """Metric of a step: a function of the states before and after it."""
+Norms = Callable[[Any, Any, Any], Mapping[str, jax.Array]]
+"""Metrics of a step: a function of the parameters before and after it, and of its gradients."""
 Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step keeps them."""
 
@@ -64,7 +67,7 @@ class TrainStep:
 
     Each shape of batch is compiled at its first use. Metrics are the loss function's sums
     divided by the weight (`loss` in nats per token), its values, and `tokens`, `gradient_norm`
-    (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
+    (before clipping), what `watch` and `norms` add and, with `keep_gradients`, `gradients`.
     """
 
     plan: ShardingPlan
@@ -73,6 +76,7 @@ class TrainStep:
     keep_gradients: bool
     compiler_options: Mapping[str, Any]
     check_first_batch: bool = True
+    norms: Norms = no_norms
     _compiled: dict[Any, StepProgram] = dataclasses.field(default_factory=dict, init=False)
     _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
@@ -291,6 +295,8 @@ class TrainStep:
         with jax.named_scope(METRICS):
             metrics["tokens"] = weight
             metrics["gradient_norm"] = optax.tree.norm(gradients)
+            norms = self.norms(state.params, params, gradients)
+        metrics = _with_values(metrics, norms)
         if self.keep_gradients:
             metrics["gradients"] = gradients
         return after, metrics
@@ -434,6 +440,7 @@ def make_train_step(
     keep_gradients: bool = False,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
     check_first_batch: bool = True,
+    norms: Norms = no_norms,
 ) -> TrainStep:
     """Return the train step of `plan`.
 
@@ -447,6 +454,7 @@ def make_train_step(
         check_first_batch: Whether to test a loss on the first batch where its structure does not
             tell a sum from a mean: it is evaluated on half of the batch, alone and twice over. A
             mean beside a weight that is a count is an error.
+        norms: Metrics from parameters and gradients, such as `spmd.training.norms.ModuleNorms`.
     """
     fix = "make_train_step(plan, loss_fn), with plan from spmd.make_plan"
     problems = check_type("plan", plan, ShardingPlan, fix)
@@ -465,4 +473,5 @@ def make_train_step(
         keep_gradients,
         compiler_options or {},
         check_first_batch,
+        norms,
     )

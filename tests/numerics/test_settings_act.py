@@ -53,6 +53,7 @@ OF_CONFIG = {
     "mup": ("d_model=16", "heads=2", "kv_heads=1", "d_ff=32"),
     "dpo": DPOConfig(beta=0.2),
     "logit_z_loss": 0.1,
+    "norms": True,
 }
 """Field of `TrainConfig` that is no keyword of `make_plan` → a value that is not its default."""
 
