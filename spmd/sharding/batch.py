@@ -32,7 +32,9 @@ from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, TOKEN_AXES, entry_axes
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.patterns import PatternError, compile_pattern
 
-TOKENS = (("tokens|targets|weights|segments|valid|pairs|reference|columns", BATCH_SPEC),)
+TOKENS = (
+    ("tokens|targets|weights|segments|valid|pairs|reference|old_log_probs|columns", BATCH_SPEC),
+)
 """Rows for the arrays `[batch, sequence]` of a language model."""
 
 

@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # or it looks for a TPU, whose compiler is installed
     "PYTHONPATH": str(ROOT),
 }
-SCRIPTS = {"linen_model": 20, "nnx_model": 50, "vit_digits": 50}
+SCRIPTS = {"grpo": 20, "linen_model": 20, "nnx_model": 50, "vit_digits": 50}
 """Scripts and how many steps they take here: enough to print a line of metrics."""
 
 RUNS = {
