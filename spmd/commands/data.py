@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -10,12 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd.commands.parsing import parse_flags
-from spmd.data.chat import ChatConfig, find_template
+from spmd.data.chat import ChatConfig, find_tokenizer_template
 from spmd.data.chat_corpus import CONVERSATIONS, PAIRS
 from spmd.data.examples import Example, first_examples
-from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
-from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
-from spmd.storage.download import is_side_file, local_path
+from spmd.data.tokenizer import load_tokenizer
+from spmd.errors import ConfigError, DataError, Problem, check_fields
 
 _FORMS = {"auto": None, "sft": CONVERSATIONS, "dpo": PAIRS}
 _MARKS = ("«", "»")
@@ -45,42 +43,44 @@ class DataShowCommand:
 
 def run_data(arguments: list[str]) -> int:
     """Run `spmd data show`, and return the exit code."""
-    if arguments[:1] != ["show"]:
-        given = arguments[0] if arguments else "nothing"
-        problem = Problem("spmd data", f"has no {given!r}", fix=did_you_mean(given, ("show",)))
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        arguments = ["show", "--help"]
+    if arguments[0] != "show":
+        problem = Problem("spmd data", f"has no {arguments[0]!r}", fix="spmd data show FILE")
         raise ConfigError("Unknown command:", [problem])
     command: DataShowCommand = parse_flags(DataShowCommand, arguments[1:], "spmd data show")
     problems = check_fields(command, {"examples": "at least 1"})
     if not command.files:
-        problems.append(Problem("files", "there are none", fix="spmd data show chats.jsonl"))
+        problems.append(Problem("no files", "are given", fix="spmd data show chats.jsonl"))
     if problems:
         raise ConfigError("Nothing can be shown:", problems)
-    tokenizer = load_tokenizer(command.tokenizer)
-    config = ChatConfig(template=command.template, date=command.date)
-    folders = list[Path]()
-    special = dict[str, str]()
-    if isinstance(tokenizer, ByteTokenizer):
-        special = {"eos_token": tokenizer.decode([tokenizer.eos])}
-    else:
-        folders = [local_path(command.tokenizer, is_side_file).parent]
     try:
-        template = find_template(config, folders, special)
+        found = _examples(command)
     except DataError as error:
-        raise _with_own_flags(error) from error
-    form = _FORMS[command.task]
-    found = first_examples(command.files, tokenizer, template, form, command.examples)
+        raise _with_own_names(error) from error
     console = Console(highlight=False, soft_wrap=True)
     for example in found:
         console.print(_shown(example, coloured=sys.stdout.isatty()))
     return 0
 
 
-def _with_own_flags(error: DataError) -> DataError:
-    """Return an error about a config's fields with the flags of this command in its fixes."""
+def _examples(command: DataShowCommand) -> list[Example]:
+    """Return the conversations of the first rows."""
+    tokenizer = load_tokenizer(command.tokenizer)
+    config = ChatConfig(template=command.template, date=command.date)
+    template = find_tokenizer_template(config, tokenizer, command.tokenizer)
+    form = _FORMS[command.task]
+    return first_examples(command.files, tokenizer, template, form, command.examples)
+
+
+def _with_own_names(error: DataError) -> DataError:
+    """Return an error about a config's fields with the flags of this command."""
     problems = list[Problem]()
     for problem in error.problems:
-        fix = problem.fix.replace("--chat.", "--").replace("--data.", "--")
-        problems.append(dataclasses.replace(problem, fix=fix))
+        fix = problem.fix.replace("--data.source ", "").replace("--chat.", "--")
+        fix = fix.replace("--data.", "--")
+        where = problem.where.replace("data.source: ", "").replace("data.tokenizer", "--tokenizer")
+        problems.append(dataclasses.replace(problem, where=where, fix=fix))
     return DataError(error.title, problems)
 
 

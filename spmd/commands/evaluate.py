@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic
 
@@ -44,7 +45,7 @@ from spmd.run.evaluate import (
     open_sets,
     with_stride,
 )
-from spmd.run.lm_eval_tasks import TaskModel, TaskOptions, evaluate_tasks
+from spmd.run.lm_eval_tasks import TaskModel, TaskOptions, evaluate_tasks, open_tasks
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.reference import find_references, pairs_with_reference
@@ -148,7 +149,8 @@ def run_eval(arguments: list[str]) -> int:
     pairs = pairs_with_reference(part for each in sets for part in each.parts)
     if pairs:
         with spinner("finding log-probabilities of the reference model"):
-            find_references(setup, pairs, run_dir.path)
+            rows = math.ceil(command.tokens / config.data.sequence)
+            find_references(setup, pairs, run_dir.path, rows)
     model, step = _restore(command, run_dir, setup)
     if config.task == "dpo":
         of_pairs = evaluate_pairs(setup, model, sets, command.tokens)
@@ -205,12 +207,14 @@ def _eval_tasks(
     template = None
     if command.chat:
         template = find_chat_template(config, tokenizer)
-    model, step = _restore(command, run_dir, setup)
     options = TaskOptions(
         command.tasks, command.task_folder, command.fewshot, command.limit, command.chat
     )
+    with spinner("reading the tasks"):
+        loaded = open_tasks(options)
+    model, step = _restore(command, run_dir, setup)
     with spinner("evaluating"):
-        found = evaluate_tasks(TaskModel(setup, model, tokenizer, template), options)
+        found = evaluate_tasks(TaskModel(setup, model, tokenizer, template), options, loaded)
     if jax.process_index() != 0:
         return 0
     if command.json:

@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from spmd.checkpoint.manifest import read_bounded, read_object
 from spmd.data.message_fields import flag_problems, is_turned_off, map_texts
 from spmd.data.template_worker import BEGIN, END, MAX_SOURCE, WORKER, Part, RejectedTemplateError
-from spmd.data.tokenizer import SETTINGS
+from spmd.data.tokenizer import SETTINGS, ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
 from spmd.storage.address import location_problems
-from spmd.storage.download import local_path
+from spmd.storage.download import is_side_file, local_path
 
 TEMPLATE = "chat_template.jinja"
 """File with the template beside a tokenizer; otherwise it is the field `chat_template` of
@@ -57,7 +57,7 @@ Longer = Literal["refuse", "drop", "truncate"]
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig:
-    """Conversations, with `--task sft`."""
+    """Conversations, with `--task sft` or `--task dpo`."""
 
     template: str = ""
     """Jinja file of the chat template, or its address; empty: that of the tokenizer's folder, or
@@ -288,6 +288,29 @@ class ChatTemplate:
             read |= names
         return text
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return messages as text, with what precedes the assistant's answer, for generation.
+
+        Raises:
+            BadConversationError: As of `render`.
+        """
+        return _without_marks(self.render(messages, prompt=True))[0]
+
+    def unfinished(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return messages as text up to the end of the last one's, for generation to go on there.
+
+        Raises:
+            BadConversationError: As of `render`, or the last message's text is not in it.
+        """
+        text = _without_marks(self.render(messages))[0]
+        last = str(messages[-1]["content"]).lstrip()
+        at = text.rfind(last.strip())
+        if at < 0:
+            raise BadConversationError("the template changes the last message, which is to go on")
+        if text.startswith(last, at):
+            return text[: at + len(last)]
+        return text[: at + len(last.rstrip())]
+
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, parts: Sequence[Part]
     ) -> tuple[list[str], set[str]]:
@@ -448,6 +471,20 @@ def find_template(
     if problems or found is None:
         raise DataError(_TITLE, problems)
     return ChatTemplate(found, where, tokens, config.now)
+
+
+def find_tokenizer_template(
+    config: ChatConfig, tokenizer: Tokenizer, path: str, more: Sequence[Path] = ()
+) -> ChatTemplate:
+    """Return the template of a config, beside a tokenizer at `path`, or in one of more folders.
+
+    Raises:
+        DataError: There is none, or a file cannot be read.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return find_template(config, [], {"eos_token": tokenizer.decode([tokenizer.eos])})
+    folder = local_path(path, is_side_file).parent
+    return find_template(config, [folder, *more], {})
 
 
 def _read_text(path: Path, problems: list[Problem]) -> str | None:

@@ -22,6 +22,7 @@ from spmd.data.chat import (
     BadConversationError,
     ChatConfig,
     ChatTemplate,
+    ChatText,
     Conversation,
     read_conversation,
 )
@@ -291,10 +292,7 @@ class _Texts:
             self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
         # JSON can contain half of a surrogate pair, which tokenizers reject
         written.text.encode("utf-8")
-        ids, characters = self.tokenizer.encode_chat(written.text)
-        mask = np.zeros(len(ids), bool)
-        for begin, end in written.spans:
-            mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
+        ids, _, mask = trained_tokens(self.tokenizer, written)
         if not mask[1:].any():
             marks = "turns of the assistant"
             if self.template.marks_turns:
@@ -326,6 +324,17 @@ class _Texts:
             kept[index] = (ids[: targets + 1], mask[: targets + 1])
             left -= targets
         return kept
+
+
+def trained_tokens(
+    tokenizer: Tokenizer, written: ChatText
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ids of a conversation, their characters `[n, 2]`, and which are trained."""
+    ids, characters = tokenizer.encode_chat(written.text)
+    mask = np.zeros(len(ids), bool)
+    for begin, end in written.spans:
+        mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
+    return ids, characters, mask
 
 
 def _notes(

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from spmd.data.chat import ChatTemplate, Conversation
-from spmd.data.chat_corpus import CONVERSATIONS, PAIRS, RowForm, find_rows
+from spmd.data.chat_corpus import CONVERSATIONS, PAIRS, RowForm, find_rows, trained_tokens
 from spmd.data.documents import FileProblems
+from spmd.data.preferences import SIDES
 from spmd.data.text_files import JsonRows
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import DataError, Problem
@@ -51,19 +52,25 @@ def first_examples(
     for file in find_rows(source):
         problems = FileProblems(file)
         reader = JsonRows(file.path, lambda row: row, "cannot be read", problems.report)
-        for part, row in reader.read(file.format):
-            if form is None:
-                form = PAIRS if isinstance(row, dict) and "chosen" in row else CONVERSATIONS
-            where = f"{file.path}{part}"
-            found += _of_row(row, where, form, tokenizer, template)
-            rows += 1
-            if rows == count:
-                return found
+        with problems.of_reading():
+            for part, row in itertools.islice(reader.read(file.format), count - rows):
+                form = form or _form_of(row)
+                found += _of_row(row, f"{file.path}{part}", form, tokenizer, template)
+                rows += 1
         if problems.all():
             raise DataError("invalid conversations:", problems.all())
+        if rows == count:
+            return found
     if not found:
         raise DataError("invalid conversations:", [Problem("the files", "hold no rows")])
     return found
+
+
+def _form_of(row: Any) -> RowForm:
+    """Return the form of files with such a row."""
+    if isinstance(row, dict) and SIDES[0] in row:
+        return PAIRS
+    return CONVERSATIONS
 
 
 def _of_row(
@@ -72,7 +79,7 @@ def _of_row(
     """Yield the conversations of a row."""
     try:
         conversations = form.read(row, template.knows)
-        sides = ("chosen", "rejected") if len(conversations) > 1 else ("",)
+        sides = SIDES if len(conversations) > 1 else ("",)
         for side, conversation in zip(sides, conversations, strict=True):
             yield _example(conversation, where, side, tokenizer, template)
     except ValueError as error:  # a BadConversationError among others
@@ -90,11 +97,8 @@ def _example(
 ) -> Example:
     """Return a conversation as text, by the tokens that are trained."""
     written = template.write(conversation)
-    ids, characters = tokenizer.encode_chat(written.text)
-    mask = np.zeros(len(ids), bool)
+    ids, characters, mask = trained_tokens(tokenizer, written)
     is_trained = np.zeros(len(written.text), bool)
-    for begin, end in written.spans:
-        mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
     mask[:1] = False  # the first token is no target
     for begin, end in characters[mask].tolist():
         is_trained[begin:end] = True

@@ -2,12 +2,13 @@
 
 | prompt | answers |
 |---|---|
-| a text under `prompt`, `question` or `instruction`, with `system` if there is one | texts |
+| a text under `prompt`, `question` or `instruction`, with `input` behind it if there is one | texts |
 | messages under `prompt`, `messages` or `conversations` | messages, one message, or a text |
-| none, or a text | whole conversations, which begin alike |
-| none | texts with turns after `Human:` and `Assistant:`, which begin alike |
+| none, or the same again | whole conversations, which begin alike |
+| none, or the same again | texts with turns after `Human:` and `Assistant:`, which begin alike |
 
-Trained are the assistant's messages after those that both conversations have.
+A text under `system` comes before all. Trained are the assistant's messages after those that both
+conversations have.
 """
 
 import re
@@ -19,13 +20,15 @@ from spmd.data.message_fields import FLAGS, is_turned_off
 
 SIDES = ("chosen", "rejected")
 """Fields of the preferred and of the other answer."""
-_PROMPT_TEXTS = ("prompt", "question", "instruction")
+_PROMPT_TEXTS = ("prompt", "question", "instruction", "input")
 _PROMPT_MESSAGES = ("prompt", "messages", "conversations")
 PAIR_FIELDS = (*_PROMPT_TEXTS, *_PROMPT_MESSAGES[1:], *SIDES, "system", "tools")
 """Fields of a line that are read."""
 
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_HAS_TURNS = re.compile(r"\s*(Human|Assistant):")
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant): ?")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_SYSTEM = ("system", "developer")
 _UNTRAINED = FLAGS[1]
 
 
@@ -51,13 +54,15 @@ def read_pair(
         raise BadConversationError(" and ".join(missing) + f"; it has {', '.join(line)}")
     problems: list[str] = []
     prompt = read_messages(_prompt_of(line), "prompt message", roles, problems)
-    conversations = []
+    answers = []
     for side in SIDES:
-        answer = read_messages(_answer_of(line[side], side), f"{side} message", roles, problems)
-        conversations.append(_joined(prompt, answer))
+        listed = _answer_of(line[side], side)
+        answers.append(read_messages(listed, f"{side} message", roles, problems))
     if problems:
         raise BadConversationError("; ".join(problems))
+    conversations = [_with_system(line, _joined(prompt, answer)) for answer in answers]
     shared = _shared_messages(*conversations)
+    _check_prompt(conversations[0][:shared])
     tools = line.get("tools")
     pair = []
     for side, messages in zip(SIDES, conversations, strict=True):
@@ -67,17 +72,33 @@ def read_pair(
 
 
 def _prompt_of(line: Mapping[str, Any]) -> list[Any]:
-    """Return the messages of a line's prompt, not checked yet; none without a prompt."""
-    for name in _PROMPT_MESSAGES:
+    """Return the messages of a line's prompt, not checked yet; none without a prompt.
+
+    Messages under `messages` may be a whole conversation beside a prompt, so they come last.
+    """
+    if isinstance(line.get("prompt"), list) and line["prompt"]:
+        return list(line["prompt"])
+    texts = [line[name] for name in _PROMPT_TEXTS if line.get(name) not in (None, [], "")]
+    if texts:
+        return _messages_of_texts(texts)
+    for name in _PROMPT_MESSAGES[1:]:
         if isinstance(line.get(name), list):
             return list(line[name])
-    messages = []
-    if line.get("system"):
-        messages.append({"role": "system", "content": line["system"]})
-    for name in _PROMPT_TEXTS:
-        if line.get(name) is not None:
-            return [*messages, {"role": "user", "content": line[name]}]
-    return messages
+    return []
+
+
+def _messages_of_texts(texts: Sequence[Any]) -> list[Any]:
+    """Return the messages of a prompt as a text, or as an instruction and its input."""
+    if len(texts) == 1:
+        (text,) = texts
+    else:
+        text = "\n".join(map(str, texts))
+    if isinstance(text, str) and _HAS_TURNS.match(text):
+        turns = _turns(text)
+        if turns[-1] == {"role": "assistant", "content": ""}:
+            turns.pop()  # where the answer begins
+        return turns
+    return [{"role": "user", "content": text}]
 
 
 def _answer_of(answer: Any, side: str) -> list[Any]:
@@ -90,7 +111,7 @@ def _answer_of(answer: Any, side: str) -> list[Any]:
         return [answer]
     if not isinstance(answer, str):
         raise BadConversationError(f'"{side}" is neither a text nor messages')
-    if _TURN.match(answer):
+    if _HAS_TURNS.match(answer):
         return _turns(answer)
     return [{"role": "assistant", "content": answer}]
 
@@ -110,19 +131,27 @@ def _turns(text: str) -> list[dict[str, str]]:
 
 
 def _joined(prompt: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
-    """Return a conversation; an answer may be a whole one, with the prompt in it."""
-    begins_with_answer = bool(answer) and answer[0].get("role") == "assistant"
-    if begins_with_answer or not prompt:
+    """Return a conversation from a prompt, and an answer that may repeat it or its end."""
+    if list(answer[: len(prompt)]) == list(prompt):
+        return list(answer)
+    if answer[0]["role"] == "assistant":
+        if prompt[-1]["role"] == "assistant":
+            raise BadConversationError("the prompt ends with a message of the assistant")
         return [*prompt, *answer]
-    if list(answer[: len(prompt)]) == list(prompt) or _repeats(prompt, answer):
+    for count in range(min(len(prompt), len(answer)), 0, -1):
+        if list(prompt[-count:]) == list(answer[:count]):
+            return [*prompt[:-count], *answer]
+    if len(prompt) == 1:  # the answer is a whole conversation, with a prompt of its own
         return list(answer)
     return [*prompt, *answer]
 
 
-def _repeats(prompt: Sequence[Any], answer: Sequence[Any]) -> bool:
-    """Return whether a conversation has the last message of the prompt, the user's, as its own."""
-    last = prompt[-1]
-    return last.get("role") == "user" and last in answer
+def _with_system(line: Mapping[str, Any], messages: list[Any]) -> list[Any]:
+    """Return a conversation with the line's system message, unless it has one of its own."""
+    text = line.get("system")
+    if not text or any(message["role"] in _SYSTEM for message in messages):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _shared_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -135,6 +164,15 @@ def _shared_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
         if one[number] != other[number]:
             return number
     return most
+
+
+def _check_prompt(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if both conversations have no message of the user at their beginning."""
+    if any(message["role"] == "user" for message in messages):
+        return
+    fields = ", ".join(f'"{name}"' for name in (*_PROMPT_TEXTS, *_PROMPT_MESSAGES[1:]))
+    what = "the answers have no prompt in common"
+    raise BadConversationError(f"{what}: no {fields}, and they do not begin with the same question")
 
 
 def _check_answer(messages: Sequence[Mapping[str, Any]], side: str) -> None:

@@ -363,11 +363,7 @@ def next_token_sums(
     Raises:
         ConfigError: Logits are computed in chunks, and the model returns whole ones.
     """
-    if chunk != CHUNK and not isinstance(outputs.logits, LazyLogits):
-        fix = "leave it out, or return spmd.layers.lm_head.LazyLogits"
-        what = f"is {chunk}, and the model returns whole logits"
-        problem = Problem("logits_chunk", what, fix=fix)
-        raise ConfigError("Loss setting without effect:", [problem])
+    check_chunk(outputs, chunk)
     targets, weights = take_arrays(batch, "targets", "weights")
     own_z_loss = z_loss if train else 0.0
     own = cross_entropy(outputs.logits, targets, weights, chunk=chunk, z_loss=own_z_loss)
@@ -378,6 +374,28 @@ def next_token_sums(
         if train:
             sums["loss"] = sums["loss"] + outputs.ahead_weight * ahead
     return sums
+
+
+def check_chunk(outputs: Outputs, chunk: int) -> None:
+    """Raise a `ConfigError` if logits are to be computed in chunks, and the model returns whole ones."""
+    if chunk == CHUNK or isinstance(outputs.logits, LazyLogits):
+        return
+    fix = "leave it out, or return spmd.layers.lm_head.LazyLogits"
+    what = f"is {chunk}, and the model returns whole logits"
+    problem = Problem("logits_chunk", what, fix=fix)
+    raise ConfigError("Loss setting without effect:", [problem])
+
+
+def check_answers(outputs: Outputs, chunk: int) -> None:
+    """Raise a `ConfigError` for outputs or a chunk that a loss of answers cannot use.
+
+    The tokens further ahead that a model predicts would not be trained.
+    """
+    check_chunk(outputs, chunk)
+    if outputs.ahead:
+        what = "predicts tokens further ahead, which a loss of answers does not train"
+        problem = Problem("the model", what, fix="a config without it, such as predict_ahead=0")
+        raise ConfigError("Parameters without a gradient:", [problem])
 
 
 def microbatch_losses(outputs: Outputs, sums: Sums, *, train: bool) -> Sums:

@@ -18,6 +18,7 @@ from spmd.errors import ConfigError, check_fields
 from spmd.gradients.losses import (
     ModelLoss,
     Sums,
+    check_answers,
     microbatch_losses,
     take_arrays,
     token_inputs,
@@ -94,6 +95,7 @@ def policy_loss(
 
 def _policy_sums(outputs: Outputs, batch: Any, *, config: PolicyConfig, chunk: int) -> Sums:
     """Return loss and metrics as weighted sums, over answers or over tokens."""
+    check_answers(outputs, chunk)
     targets, weights, advantages = take_arrays(batch, "targets", "weights", "advantages")
     losses, _ = token_losses(outputs.logits, targets, chunk=chunk)
     log_probs = -losses

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from spmd.gradients.losses import (
     ModelLoss,
     Sums,
+    check_answers,
     microbatch_losses,
     take_arrays,
     token_inputs,
@@ -47,6 +48,7 @@ def preference_sums(
     Metrics are how often the preferred answer has the higher reward (`reward_accuracy`), the rewards
     of both answers, their difference, and the log-probabilities of both.
     """
+    check_answers(outputs, chunk)
     targets, weights, numbers = take_arrays(batch, "targets", "weights", "pairs")
     losses_of_tokens, _ = token_losses(outputs.logits, targets, chunk=chunk)
     log_probs = -losses_of_tokens

@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from spmd.data.chat import ChatTemplate, find_template
+from spmd.data.chat import ChatTemplate, find_tokenizer_template
 from spmd.data.chat_corpus import CONVERSATIONS, PAIRS, RowForm, make_chat_corpus
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
@@ -617,14 +618,12 @@ def find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTemplat
 
     It is the config's, or stands beside the tokenizer or the initial parameters.
     """
+    more = list[Path]()
     if isinstance(tokenizer, ByteTokenizer):
         _check_no_other_tokenizer(config.init)
-        special_tokens = {"eos_token": tokenizer.decode([tokenizer.eos])}
-        return find_template(config.chat, [], special_tokens)
-    folders = [local_path(config.data.tokenizer, is_side_file).parent]
-    if config.init:
-        folders.append(local_path(config.init, is_side_file))
-    return find_template(config.chat, folders, {})
+    elif config.init:
+        more = [local_path(config.init, is_side_file)]
+    return find_tokenizer_template(config.chat, tokenizer, config.data.tokenizer, more)
 
 
 def _check_no_other_tokenizer(init: str) -> None:

@@ -128,7 +128,8 @@ def with_stride(sets: Sequence[EvaluationSet], stride: int) -> list[EvaluationSe
     """Return sets with windows every `stride` tokens, for more context of each token.
 
     Raises:
-        ConfigError: A set is not in windows, or the stride is longer than one.
+        ConfigError: A set is not in windows.
+        DataError: The stride is longer than a window.
     """
     found = list[EvaluationSet]()
     for each in sets:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.chat import ChatTemplate
+from spmd.data.chat import BadConversationError, ChatTemplate
 from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import ConfigError, DataError, Problem, did_you_mean
@@ -34,6 +34,8 @@ _SHORTEST = 32
 """Fewest tokens of a row; others have the next power of two."""
 _FEWSHOT_SEED = 1234
 """Seed of the choice of examples, that of `lm_eval`."""
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the number of new tokens of a request."""
 _MOST_NEW_TOKENS = 256
 """New tokens of a request without a number, as in `lm_eval`."""
 
@@ -151,7 +153,7 @@ class TaskModel:
         `options` are those of a request of `lm_eval`: `until`, `max_gen_toks`, `do_sample`,
         `temperature`, `top_k` and `top_p`.
         """
-        most = int(options.get("max_gen_toks", options.get("max_new_tokens", _MOST_NEW_TOKENS)))
+        most = _new_tokens(options)
         room = self.longest - most
         if room < 1:
             what = f"generates {most} tokens"
@@ -164,7 +166,7 @@ class TaskModel:
         for first in range(0, len(prompts), size):
             some = prompts[first : first + size]
             ids = [self.encode(prompt, with_starts=True)[-room:] for prompt in some]
-            texts += self._write_some(generator, ids, most, stops)
+            texts += self._write_some(generator, ids, most, stops, seed=first)
         return texts
 
     def _generator(self, sampling: Sampling) -> Generator:
@@ -179,13 +181,21 @@ class TaskModel:
         return {}
 
     def _write_some(
-        self, generator: Generator, prompts: list[list[int]], tokens: int, stops: Sequence[str]
+        self,
+        generator: Generator,
+        prompts: list[list[int]],
+        tokens: int,
+        stops: Sequence[str],
+        *,
+        seed: int,
     ) -> list[str]:
         """Return the texts of a batch of prompts; it ends as soon as all have stopped."""
         readers = [IncrementalDetokenizer(self.tokenizer, ids) for ids in prompts]
         texts = [""] * len(prompts)
         has_stopped = [False] * len(prompts)
-        stream = generator.stream(self.model.params, self.model.variables, prompts, tokens=tokens)
+        stream = generator.stream(
+            self.model.params, self.model.variables, prompts, tokens=tokens, seed=seed
+        )
         for drawn in stream:
             for row, token in enumerate(drawn.tolist()):
                 if has_stopped[row]:
@@ -207,6 +217,14 @@ def _document(request: Scored, longest: int) -> tuple[list[int], int]:
     context, continuation = request
     ids = [*context, *continuation][-(longest + 1) :]
     return ids, min(len(continuation), len(ids) - 1)
+
+
+def _new_tokens(options: Mapping[str, Any]) -> int:
+    """Return the most tokens that a request may generate."""
+    for name in _NEW_TOKENS:
+        if options.get(name) is not None:
+            return int(options[name])
+    return _MOST_NEW_TOKENS
 
 
 def _stops(options: Mapping[str, Any]) -> list[str]:
@@ -307,8 +325,17 @@ class _Requests:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as text."""
-        return self._template.render(chat_history, prompt=add_generation_prompt)
+        """Return messages as text; without a generation prompt, the last message is to go on."""
+        write = self._template.prompt if add_generation_prompt else self._template.unfinished
+        try:
+            return write(chat_history)
+        except BadConversationError:  # some templates have no system message
+            others = [message for message in chat_history if message["role"] != "system"]
+            try:
+                return write(others)
+            except BadConversationError as error:
+                problem = Problem(self._template.where, "refuses a task", str(error), error.fix)
+                raise DataError(_TITLE, [problem]) from error
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the source of the chat template; there is one at most."""
@@ -347,9 +374,7 @@ def as_lm(own: TaskModel) -> Any:
     try:
         import lm_eval.api.model
     except ImportError as error:
-        fix = "pip install 'spmd[lm-eval]'"
-        problem = Problem("lm-eval", "is not installed", str(error), fix)
-        raise ConfigError(_TITLE, [problem]) from error
+        raise _not_installed(error) from error
 
     class Model(_Requests, lm_eval.api.model.TemplateLM):
         """The model as `lm_eval` calls it."""
@@ -359,24 +384,48 @@ def as_lm(own: TaskModel) -> Any:
     return model
 
 
-def evaluate_tasks(own: TaskModel, options: TaskOptions) -> dict[str, dict[str, Any]]:
-    """Return task → its figures, by the names of `lm_eval`, such as `acc,none`.
+def open_tasks(options: TaskOptions) -> Any:
+    """Return the tasks of `lm_eval` with their documents.
 
     Raises:
-        ConfigError: `lm_eval` is not installed, or has no such task.
+        ConfigError: `lm_eval` is not installed, or has no such task, or one that is not for texts.
         DataError: The documents of a task cannot be loaded.
+    """
+    try:
+        import lm_eval.tasks
+    except ImportError as error:
+        raise _not_installed(error) from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        manager = lm_eval.tasks.TaskManager(include_path=list(options.folders) or None)
+        names = _matched_names(options, manager)
+        try:
+            loaded = manager.load(names)
+        except _LOADING_ERRORS as error:
+            raise _not_loaded(options, error) from error
+    problems = list[Problem]()
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):
+            what = "runs generated code on this machine, which spmd does not"
+            problems.append(Problem(f"--tasks {name}", what, fix="lm_eval's own command"))
+        if getattr(task, "MULTIMODAL", False):
+            problems.append(Problem(f"--tasks {name}", "has images, and the model reads text"))
+        _set_fewshot(task, options.fewshot)
+    if problems:
+        raise ConfigError(_TITLE, problems)
+    return loaded
+
+
+def evaluate_tasks(own: TaskModel, options: TaskOptions, loaded: Any) -> dict[str, dict[str, Any]]:
+    """Return task → its figures, by the names of `lm_eval`, such as `acc,none`.
+
+    Args:
+        loaded: The result of `open_tasks`.
     """
     model = as_lm(own)
     import lm_eval
-    import lm_eval.tasks
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = lm_eval.tasks.TaskManager(include_path=list(options.folders) or None)
-    _check_names(options, manager.all_tasks)
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-        loaded = _load(manager, options)
-        for task in loaded["tasks"].values():
-            _set_fewshot(task, options.fewshot)
+    with contextlib.redirect_stderr(io.StringIO()):
         found = lm_eval.evaluate(
             model,
             loaded,
@@ -392,15 +441,18 @@ def evaluate_tasks(own: TaskModel, options: TaskOptions) -> dict[str, dict[str, 
     return results
 
 
-def _load(manager: Any, options: TaskOptions) -> Any:
-    """Return the tasks of `lm_eval` with their documents."""
-    try:
-        return manager.load(list(options.names))
-    except _LOADING_ERRORS as error:
-        detail = str(error).strip().partition("\n")[0] or type(error).__name__
-        fix = "a network to the data sets, or a task file with data on this machine (--task-folder)"
-        problem = Problem(", ".join(options.names), "cannot be loaded", detail, fix)
-        raise DataError(_TITLE, [problem]) from error
+def _not_installed(error: ImportError) -> ConfigError:
+    fix = "pip install 'spmd[lm-eval]'"
+    problem = Problem("lm-eval", "is not installed", str(error), fix)
+    return ConfigError(_TITLE, [problem])
+
+
+def _not_loaded(options: TaskOptions, error: Exception) -> DataError:
+    """Return the error of tasks whose documents cannot be loaded."""
+    detail = str(error).strip().partition("\n")[0] or type(error).__name__
+    fix = "a network to the data sets, or a task file with data on this machine (--task-folder)"
+    problem = Problem(", ".join(options.names), "cannot be loaded", detail, fix)
+    return DataError(_TITLE, [problem])
 
 
 def _set_fewshot(task: Any, fewshot: int | None) -> None:
@@ -433,16 +485,23 @@ def _standard_errors(
     return errors
 
 
-def _check_names(options: TaskOptions, known: Sequence[str]) -> None:
-    """Raise for missing folders, and for names without a task."""
+def _matched_names(options: TaskOptions, manager: Any) -> list[str]:
+    """Return the names of tasks that match those of the options; `*` matches anything.
+
+    Raises:
+        ConfigError: A folder is missing, or a name matches no task.
+    """
     problems = list[Problem]()
     for folder in options.folders:
         if not Path(folder).is_dir():
             problems.append(Problem("--task-folder", f"{folder} is no folder"))
+    names = list[str]()
     for name in options.names:
-        if name not in known:
-            problems.append(
-                Problem("--tasks", f"{name!r} is no task", fix=did_you_mean(name, known))
-            )
+        matched = manager.match_tasks([name])
+        names += matched
+        if not matched:
+            fix = did_you_mean(name, manager.all_tasks)
+            problems.append(Problem("--tasks", f"{name!r} is no task", fix=fix))
     if problems:
         raise ConfigError(_TITLE, problems)
+    return list(dict.fromkeys(names))

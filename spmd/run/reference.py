@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -54,43 +54,55 @@ def compute_references(
         shown = spinner(doing, plain=True)
     began = time.perf_counter()
     with telemetry.during("evaluate", doing), shown:
-        for part in parts:
-            assert part.reference is not None, "others have no places"
-            name = part.reference.name
-            for done in fill_reference(setup, part, state):
-                telemetry.watchdog.reset(f"{done} rows of {name} under the reference model")
-            if jax.process_index() == 0:
-                part.reference.save()
+        for part, done in fill_references(setup, parts, state):
+            telemetry.watchdog.reset(f"{done} rows of {part.name} under the reference model")
+            if jax.process_index() == 0 and done == part.rows:
+                part.log_probs.save()
     rows = sum(map(len, parts))
     took = human_duration(time.perf_counter() - began)
     telemetry.note(f"log-probabilities of the reference model: {rows:,} sequences in {took}")
     telemetry.lease.renew_at_once()
 
 
-def find_references(setup: TrainSetup, parts: Iterable[PackedPairs], run: Path) -> None:
+def find_references(
+    setup: TrainSetup, parts: Iterable[PackedPairs], run: Path, rows: int = 0
+) -> None:
     """Give rows the log-probabilities in a run's folder; compute missing ones.
 
     The reference model is made again from the config: with the parameters of `init`, or the seed.
+
+    Args:
+        rows: The first rows of each part to compute; 0 for all.
     """
     listed = list(parts)
     keep_references(listed, run)
     missing = [part for part in listed if part.reference and not part.reference.path.exists()]
-    if not missing:
-        return
-    state = initial_state(setup)
-    for part in missing:
-        for _ in fill_reference(setup, part, state):
+    if missing:
+        for _ in fill_references(setup, missing, initial_state(setup), rows):
             pass
 
 
-def fill_reference(setup: TrainSetup, part: PackedPairs, state: Any) -> Iterator[int]:
-    """Fill in the log-probabilities of rows, and yield the number of rows done.
+class Filling(NamedTuple):
+    """Log-probabilities that are computed, of so many rows."""
 
-    All processes take part, and each has all numbers.
+    name: str
+    rows: int
+    log_probs: LogProbs
+
+
+def fill_references(
+    setup: TrainSetup, parts: Iterable[PackedPairs], state: Any, rows: int = 0
+) -> Iterator[tuple[Filling, int]]:
+    """Fill in the log-probabilities of rows; yield each part with the number of its rows done.
+
+    All processes take part, and each has all numbers. `rows` is as in `find_references`.
     """
-    assert part.reference is not None, "rows with places"
     params = evaluated_params(setup.plan, state)
-    plain = dataclasses.replace(part, reference=None)
-    for scores in TokenScorer(setup).score(params, state.variables, plain):
-        part.reference.fill(scores.places, scores.log_probs)
-        yield scores.rows_done
+    scorer = TokenScorer(setup)
+    for part in parts:
+        assert part.reference is not None, "rows with places"
+        plain = dataclasses.replace(part, reference=None)
+        filling = Filling(part.reference.name, min(rows or len(part), len(part)), part.reference)
+        for scores in scorer.score(params, state.variables, plain, rows):
+            part.reference.fill(scores.places, scores.log_probs)
+            yield filling, scores.rows_done

@@ -59,22 +59,25 @@ class TokenScorer:
             setup.plan, in_stages(loss, setup.schedule)
         )
 
-    def score(self, params: Any, variables: Any, rows: TargetedRows) -> Iterator[TokenScores]:
-        """Yield the scores of each batch of rows, in order.
+    def score(
+        self, params: Any, variables: Any, rows: TargetedRows, count: int = 0
+    ) -> Iterator[TokenScores]:
+        """Yield the scores of each batch of the first `count` rows, in order; 0 for all.
 
         All processes take part, and each has all scores.
         """
+        count = min(count or len(rows), len(rows))
         batches = evaluation_batches(
             _NumberedRows(rows, self._batch),
             batch=self._batch,
             sharding=self._plan.batch_sharding("tokens"),
-            tokens_at_most=len(rows) * rows.sequence,
+            tokens_at_most=count * rows.sequence,
         )
         for number, batch in enumerate(batches):
             arrays = self._step(params, variables, batch)["arrays"]
             found = multihost_utils.process_allgather(arrays, tiled=True)
             first = number * self._batch
-            indices = np.arange(first, min(first + self._batch, len(rows)))
+            indices = np.arange(first, min(first + self._batch, count))
             places = rows.targets(indices)
             is_target = places >= 0
             columns = found["columns"]

@@ -49,7 +49,12 @@ from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.load_params import frozen_base
 from spmd.run.preflight import count_sample_tokens, preflight
-from spmd.run.reference import compute_references, keep_references, pairs_with_reference
+from spmd.run.reference import (
+    compute_references,
+    find_references,
+    keep_references,
+    pairs_with_reference,
+)
 from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.session import RunResult
@@ -120,6 +125,10 @@ def train(
         was_checked = worker is not None and worker.is_restart
         mesh = config_mesh(config)
         checked = check(config, mesh, resumes, folder, source, was_checked=was_checked)
+        if resumes:
+            # A set that was named after the run has begun has no file in its folder.
+            named = pairs_with_reference(part for each in checked.sets for part in each.parts)
+            find_references(checked.setup, named, folder.path)
         run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)

@@ -25,7 +25,7 @@ from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import TrainSetup, make_setup, open_text_dataset
 from spmd.run.init_from import initial_state
-from spmd.run.reference import fill_reference, pairs_with_reference
+from spmd.run.reference import fill_references, pairs_with_reference
 from spmd.settings.dpo import DPOConfig
 from spmd.sharding.mesh import MeshShape
 from tests import tiny
@@ -205,7 +205,7 @@ def log_probs_of(setup: TrainSetup) -> tuple[PackedPairs, np.ndarray]:
     """The training rows of a setup, and the log-probabilities under its initial model."""
     (part, _) = pairs_with_reference(open_text_dataset(setup.config).parts)
     state = initial_state(setup)
-    assert [*fill_reference(setup, part, state)][-1] == len(part)
+    assert [*fill_references(setup, [part], state)][-1][1] == len(part)
     assert part.reference is not None
     return part, part.reference.values
 

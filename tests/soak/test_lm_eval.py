@@ -1,5 +1,6 @@
 """Tasks of `lm-eval` give the figures that it computes with `transformers`, on every mesh."""
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.data.chat import ChatTemplate
 from spmd.data.tokenizer import load_tokenizer
 from spmd.run.build import evaluation_config, make_setup
 from spmd.run.lm_eval_tasks import TaskModel, as_lm
 from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
 from tests import tiny
-from tests.chats import CHATML, TOKENS, words
+from tests.chats import CHATML, MARKED, TOKENS, words
 from tests.command_line import run
 
 pytestmark = [
@@ -179,6 +181,35 @@ def test_long_contexts_are_cut_as_there(folder: Path, theirs: Any) -> None:
     short = [types.SimpleNamespace(args=(text[:60], " or 9"))]
     (control,) = theirs.loglikelihood(short, disable_tqdm=True)
     assert abs(control[0] - mine[0][0]) > 0.01
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["ChatML", "generation blocks"])
+def test_conversations_are_written_as_there(folder: Path, theirs: Any, source: str) -> None:
+    """With the prompt for an answer, and up to the end of an answer that goes on; no marks are left."""
+    model = ours(folder, {"fsdp": 2})
+    model.own = dataclasses.replace(model.own, template=ChatTemplate(source, "a template", TOKENS))
+    theirs.tokenizer.chat_template = source
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": " It is "},
+    ]
+    for messages, prompt in ((history, False), (history[:2], source == CHATML)):
+        if not prompt and messages is not history:
+            continue  # this template has no prompt for an answer
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt)
+        assert model.apply_chat_template(messages, add_generation_prompt=prompt) == expected
+    assert "\ufdd0" not in model.apply_chat_template(history)
+
+
+def test_samples_of_one_prompt_differ(folder: Path) -> None:
+    """Also between batches; a batch is repeated with the same seed."""
+    own = ours(folder, {"fsdp": 2}).own
+    options = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12, "until": []}
+    batch = own.setup.config.data.batch
+    texts = own.write(["What is 1?"] * 2 * batch, options)
+    assert texts[:batch] != texts[batch:]
+    assert texts == own.write(["What is 1?"] * 2 * batch, options)
 
 
 def test_the_command_prints_them(

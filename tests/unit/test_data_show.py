@@ -1,5 +1,6 @@
 """`spmd data show` prints what is trained of a conversation, token by token, and of a pair."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def test_pairs_are_told_by_the_first_row(tmp_path: Path) -> None:
         first_examples([source], ByteTokenizer(), TEMPLATE, None, 2)
     with pytest.raises(DataError, match='no "chosen" answer'):
         first_examples([write(tmp_path, CHAT)], ByteTokenizer(), TEMPLATE, PAIRS, 1)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f"garbage\n{json.dumps(CHAT)}")
+    with pytest.raises(DataError, match=r"bad.jsonl:1: cannot be read"):
+        first_examples([str(bad)], ByteTokenizer(), TEMPLATE, None, 1)
+    packed = tmp_path / "cut.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps(CHAT).encode() * 50)[:-20])
+    with pytest.raises(DataError, match=r"cut.jsonl.gz"):
+        first_examples([str(packed)], ByteTokenizer(), TEMPLATE, None, 1)
     with pytest.raises(DataError, match="hold no rows"):
         first_examples([write(tmp_path)], ByteTokenizer(), TEMPLATE, None, 1)
 
@@ -70,6 +79,10 @@ def test_the_command_prints_marks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("data", "show", source) == 2
     assert "--template FILE, or --tokenizer DIR/tokenizer.json" in capsys.readouterr().err
     assert run("data", "sho", source) == 2
-    assert 'did you mean "show"?' in capsys.readouterr().err
+    assert "fix: spmd data show FILE" in capsys.readouterr().err
+    assert run("data", "--help") == 0
+    assert "usage: spmd data show" in capsys.readouterr().out
+    assert run("data", "show", tmp_path / "t.jinja", "--template", tmp_path / "t.jinja") == 2
+    assert "data.source" not in capsys.readouterr().err
     assert run("data", "show", source, "--template", tmp_path / "t.jinja", "--examples", 0) == 2
     assert "examples" in capsys.readouterr().err

@@ -52,6 +52,12 @@ def test_standard_errors_are_of_means() -> None:
     assert lm_eval_tasks._standard_errors(figures, samples[:1]) == {}
 
 
+def test_new_tokens_have_four_names() -> None:
+    assert lm_eval_tasks._new_tokens({"max_tokens": 4}) == 4
+    assert lm_eval_tasks._new_tokens({"max_gen_toks": None, "max_completion_tokens": "7"}) == 7
+    assert lm_eval_tasks._new_tokens({}) == 256
+
+
 def test_stop_strings_may_be_one() -> None:
     assert lm_eval_tasks._stops({"until": "\n"}) == ["\n"]
     assert lm_eval_tasks._stops({"until": ["", "a"]}) == ["a"]

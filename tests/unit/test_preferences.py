@@ -71,8 +71,20 @@ SIMPLE = [
             "chosen": "\n\nHuman: hi\n\nAssistant: yes",
             "rejected": "\n\nHuman: hi\n\nAssistant: no",
         },
+        {"prompt": "\n\nHuman: hi\n\nAssistant:", "chosen": "yes", "rejected": "no"},
+        {
+            "prompt": "Human: hi",
+            "chosen": "Human: hi\n\nAssistant: yes",
+            "rejected": "Human: hi\n\nAssistant: no",
+        },
+        {"prompt": "hi", "messages": [USER, YES], "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [], "question": "hi", "chosen": "yes", "rejected": "no"},
+        {"input": "hi", "chosen": "yes", "rejected": "no"},
     ],
-    ids=["texts", "a question", "messages", "lists", "whole and prompt", "whole", "ShareGPT", "HH"],
+    ids=[
+        *("texts", "a question", "messages", "lists", "whole and prompt", "whole", "ShareGPT"),
+        *("HH", "HH prompt", "HH both", "UltraFeedback", "an empty prompt", "Orca"),
+    ],
 )
 def test_every_form_is_the_same_pair(line: dict[str, Any]) -> None:
     assert contents(line) == SIMPLE
@@ -87,9 +99,46 @@ def test_only_what_differs_is_trained() -> None:
     assert [trained for _, _, trained in rejected] == [False, False, False, True]
 
 
-def test_a_system_message_comes_first() -> None:
-    line = {"system": "Be brief.", "prompt": "hi", "chosen": "yes", "rejected": "no"}
-    assert [pair[0] for pair in contents(line)] == [("system", "Be brief.", False)] * 2
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        {"conversations": [USER], "chosen": YES, "rejected": NO},
+        {"prompt": "hi", "chosen": [USER, YES], "rejected": [USER, NO]},
+    ],
+)
+def test_a_system_message_comes_first(line: dict[str, Any]) -> None:
+    """In every form, unless the conversation has its own."""
+    system = ("system", "Be brief.", False)
+    assert contents({"system": "Be brief.", **line}) == [[system, *side] for side in SIMPLE]
+    own = {"role": "system", "content": "Be long."}
+    given = {"system": "Be brief.", "chosen": [own, USER, YES], "rejected": [own, USER, NO]}
+    assert contents(given)[0][0] == ("system", "Be long.", False)
+
+
+LONG = [USER, YES, MORE]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "expected"),
+    [
+        (LONG, [MORE, NO], [*LONG, NO]),
+        ([USER, YES, USER], [USER, NO], [USER, YES, USER, NO]),
+        ([YES, USER], [YES, USER, NO], [YES, USER, NO]),
+        (LONG, [USER, NO], [*LONG, USER, NO]),
+    ],
+    ids=["the last question again", "a question twice", "a greeting", "another question"],
+)
+def test_a_prompt_is_joined_with_its_answer_once(prompt: Any, chosen: Any, expected: Any) -> None:
+    """By the longest end of the prompt with which the answer begins."""
+    other = {"role": "assistant", "content": "other"}
+    found, _ = read_pair({"prompt": prompt, "chosen": chosen, "rejected": [*chosen[:-1], other]})
+    assert [message["content"] for message in found.messages] == [m["content"] for m in expected]
+
+
+def test_an_instruction_has_its_input_behind_it() -> None:
+    line = {"instruction": "Add.", "input": "1, 2", "chosen": "3", "rejected": "4"}
+    assert contents(line)[0][0] == ("user", "Add.\n1, 2", False)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +159,15 @@ def test_a_system_message_comes_first() -> None:
         (
             {"chosen": [USER, YES], "rejected": [USER, MORE]},
             '"rejected" has no message of the assistant',
+        ),
+        (
+            {"chosen": "yes", "rejected": "no"},
+            'the answers have no prompt in common: no "prompt", "question", "instruction", "input", "messages", '
+            '"conversations", and they do not begin with the same question',
+        ),
+        (
+            {"prompt": [USER, YES], "chosen": "a", "rejected": "b"},
+            "the prompt ends with a message of the assistant",
         ),
         (
             {"prompt": "hi", "chosen": [{**YES, "train": False}], "rejected": "no"},
