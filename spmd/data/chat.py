@@ -289,7 +289,7 @@ class ChatTemplate:
         return text
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return messages as text, with what precedes the assistant's answer, for generation.
+        """Return messages as text with the beginning of an answer, for generation.
 
         Raises:
             BadConversationError: As of `render`.

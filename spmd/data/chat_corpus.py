@@ -329,7 +329,7 @@ class _Texts:
 def trained_tokens(
     tokenizer: Tokenizer, written: ChatText
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the ids of a conversation, their characters `[n, 2]`, and which are trained."""
+    """Return the ids of a conversation, their characters `[n, 2]`, and the mask of trained ones."""
     ids, characters = tokenizer.encode_chat(written.text)
     mask = np.zeros(len(ids), bool)
     for begin, end in written.spans:

@@ -1,4 +1,4 @@
-"""First rows of conversations or pairs as their text, with the parts that are trained."""
+"""First rows of conversations or pairs as text, with the trained parts."""
 
 import dataclasses
 import itertools
@@ -95,7 +95,7 @@ def _example(
     tokenizer: Tokenizer,
     template: ChatTemplate,
 ) -> Example:
-    """Return a conversation as text, by the tokens that are trained."""
+    """Return a conversation as text, in pieces of trained and other tokens."""
     written = template.write(conversation)
     ids, characters, mask = trained_tokens(tokenizer, written)
     is_trained = np.zeros(len(written.text), bool)

@@ -131,7 +131,7 @@ def _turns(text: str) -> list[dict[str, str]]:
 
 
 def _joined(prompt: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
-    """Return a conversation from a prompt, and an answer that may repeat it or its end."""
+    """Return a conversation from a prompt and an answer; the answer may repeat its end."""
     if list(answer[: len(prompt)]) == list(prompt):
         return list(answer)
     if answer[0]["role"] == "assistant":

@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """Id of the token that may begin a text, added or not; None without one."""
+        """Id of a token for the beginning of a text, added or not; None without one."""
 
     @property
     def specials(self) -> frozenset[int]:

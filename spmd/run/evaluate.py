@@ -276,7 +276,7 @@ def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[RandomAccessData
 
 
 def _targets_of_row(part: RandomAccessDataset) -> int:
-    """Return the number of targets of a row that count: with a stride, fewer than its tokens."""
+    """Return the number of counted targets of a row: with a stride, fewer than its tokens."""
     if isinstance(part, Windows):
         return part.step
     return part.sequence

@@ -86,7 +86,7 @@ class TaskModel:
 
     @property
     def prefix(self) -> int:
-        """Token before a text without a context: one that begins texts, or else the end token."""
+        """Token before a text without a context: the one for a beginning, or else the end token."""
         tokenizer = self.tokenizer
         if tokenizer.bos is not None:
             return tokenizer.bos
@@ -220,7 +220,7 @@ def _document(request: Scored, longest: int) -> tuple[list[int], int]:
 
 
 def _new_tokens(options: Mapping[str, Any]) -> int:
-    """Return the most tokens that a request may generate."""
+    """Return the largest number of new tokens of a request."""
     for name in _NEW_TOKENS:
         if options.get(name) is not None:
             return int(options[name])
@@ -448,7 +448,7 @@ def _not_installed(error: ImportError) -> ConfigError:
 
 
 def _not_loaded(options: TaskOptions, error: Exception) -> DataError:
-    """Return the error of tasks whose documents cannot be loaded."""
+    """Return the error of tasks without documents."""
     detail = str(error).strip().partition("\n")[0] or type(error).__name__
     fix = "a network to the data sets, or a task file with data on this machine (--task-folder)"
     problem = Problem(", ".join(options.names), "cannot be loaded", detail, fix)
@@ -486,7 +486,7 @@ def _standard_errors(
 
 
 def _matched_names(options: TaskOptions, manager: Any) -> list[str]:
-    """Return the names of tasks that match those of the options; `*` matches anything.
+    """Return the names of matching tasks; `*` matches anything.
 
     Raises:
         ConfigError: A folder is missing, or a name matches no task.

@@ -210,7 +210,7 @@ def log_probs_of(setup: TrainSetup) -> tuple[PackedPairs, np.ndarray]:
     return part, part.reference.values
 
 
-PLACES = [{"data": 2, "tensor": 4}, {"sequence": 2, "fsdp": 4}, {"pipe": 2, "fsdp": 2}]
+PLACES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"sequence": 2, "fsdp": 4}, {"pipe": 2, "fsdp": 2}]
 
 
 @pytest.mark.parametrize("sizes", soak_but(PLACES, PLACES[1]), ids=str)
