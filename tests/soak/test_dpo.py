@@ -29,8 +29,9 @@ from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
 from spmd.run.reference import find_references, pairs_with_reference
 from spmd.run.run_dir import RunDir
-from tests.chats import CHATML, TOKENS, words
+from tests.chats import CHATML
 from tests.command_line import run
+from tests.hf_llama import write_llama
 
 pytestmark = [
     pytest.mark.soak,
@@ -75,33 +76,19 @@ def transformers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config, pairs, and a random model with a tokenizer and a template, as `transformers` writes it."""
-    import torch
-
-    torch.set_num_threads(1)  # sentences are too short to share
     folder = tmp_path_factory.mktemp("dpo")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=320,
+    write_llama(
+        folder / "hf",
+        CHATML,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         rms_norm_eps=1e-5,
         initializer_range=0.08,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
-    words().save(str(folder / "hf" / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **TOKENS,
-        "pad_token": "</s>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHATML,
-    }
-    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
     rng = np.random.default_rng(0)
     lines = []
     for n in range(160):

@@ -1,7 +1,6 @@
 """The loss of answers with rewards, and its gradients, are those of TRL on the same completions."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from spmd.gradients.policy_loss import PolicyConfig, policy_loss
 from spmd.hf.load import load_params
 from spmd.partition_rules.llama import LLAMA
 from tests import tiny
-from tests.chats import TOKENS, words
+from tests.hf_llama import VOCAB, write_llama
 
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.filterwarnings("ignore"),  # of transformers and TRL
 ]
 
-CONFIG = dataclasses.replace(tiny.CONFIG, vocab=320)
+CONFIG = dataclasses.replace(tiny.CONFIG, vocab=VOCAB, layers=2)
 STEPS, RATE, PROMPT, NEW = 10, 1e-2, 6, 10
 FORMS = {
     "grpo": (PolicyConfig(0.2, 0.3, kl=0.05), {"loss_type": "grpo", "beta": 0.05}),
@@ -33,16 +32,10 @@ FORMS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of `transformers` with the sizes of `CONFIG`."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    config = transformers.LlamaConfig(
-        vocab_size=CONFIG.vocab,
+    return write_llama(
+        tmp_path_factory.mktemp("grpo"),
         hidden_size=CONFIG.d_model,
         intermediate_size=CONFIG.d_ff,
-        num_hidden_layers=CONFIG.layers,
         num_attention_heads=CONFIG.heads,
         num_key_value_heads=CONFIG.kv_heads,
         rms_norm_eps=CONFIG.norm_eps,
@@ -50,12 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.1,
     )
-    folder = tmp_path_factory.mktemp("grpo")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    words().save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **TOKENS, "pad_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def completions(seed: int) -> dict[str, np.ndarray]:

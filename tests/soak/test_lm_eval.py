@@ -17,8 +17,9 @@ from spmd.run.lm_eval_tasks import TaskModel, as_lm
 from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
 from tests import tiny
-from tests.chats import CHATML, MARKED, TOKENS, words
+from tests.chats import CHATML, MARKED, TOKENS
 from tests.command_line import run
+from tests.hf_llama import write_llama
 
 pytestmark = [
     pytest.mark.soak,
@@ -60,17 +61,12 @@ MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "sequence": 2}, {}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a tokenizer, its import, and tasks with documents of their own."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("lm-eval")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=320,
+    write_llama(
+        folder / "hf",
+        CHATML,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LONGEST,
@@ -78,10 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=1,
         eos_token_id=0,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
-    words().save(str(folder / "hf" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **TOKENS, "chat_template": CHATML}
-    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(30):

@@ -25,8 +25,9 @@ from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_datase
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
 from spmd.training.state import TrainState
-from tests.chats import MARKED, TOKENS, words
+from tests.chats import MARKED
 from tests.command_line import run
+from tests.hf_llama import write_llama
 
 pytestmark = pytest.mark.soak
 
@@ -68,31 +69,18 @@ def transformers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config, conversations, and a random model with a tokenizer and a template, as `transformers` writes it."""
-    import torch
-
-    torch.set_num_threads(1)  # sentences are too short to share
     folder = tmp_path_factory.mktemp("sft")
-    torch.manual_seed(0)
-    shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "initializer_range": 0.08,
-    }
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(
-        folder / "hf"
-    )
-    words().save(str(folder / "hf" / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **TOKENS,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "hf" / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": MARKED})
+    write_llama(
+        folder / "hf",
+        MARKED,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        initializer_range=0.08,
     )
     rng = np.random.default_rng(0)
     lines = []
