@@ -103,8 +103,13 @@ def s3_server() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def gcs_server(folder: Path) -> Iterator[Server]:
-    """fake-gcs-server with a bucket; it ignores the conditions of writes."""
-    server = Server("gs", free_port())
+    """fake-gcs-server with a bucket; it ignores the conditions of writes.
+
+    The bucket has a name of its own: TensorStore would reach one of a known name at its earlier server, that of
+    another file of tests in this process.
+    """
+    port = free_port()
+    server = Server("gs", port, f"{BUCKET}-{port}")
     programs = Path(gcs.__file__).parent / "vendor" / "fake-gcs-server" / "bin"
     (program,) = programs.iterdir()
     command = [str(program), "-scheme", "http", "-host", "127.0.0.1", "-port", str(server.port)]
@@ -113,7 +118,8 @@ def gcs_server(folder: Path) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_for(server)
-        _send("POST", f"{server.url}/storage/v1/b?project=p", json.dumps({"name": BUCKET}).encode())
+        name = json.dumps({"name": server.bucket}).encode()
+        _send("POST", f"{server.url}/storage/v1/b?project=p", name)
         yield server
     finally:
         process.kill()

@@ -272,7 +272,7 @@ def test_texts_are_read_from_local_copies(servers, key, kind, tmp_path, monkeypa
     assert digests(address) == digests(str(folder))
     assert len(digests(address)) == 3
     assert digests(f"{address}/a.txt") == digests(str(folder / "a.txt"))
-    copies = tmp_path / "downloads" / kind / "test-bucket" / key
+    copies = tmp_path / "downloads" / kind / servers[kind].bucket / key
     before = {path.name: path.stat().st_mtime_ns for path in copies.rglob("*.txt")}
     objects.write("b/d.txt", b"four\n")
     objects.delete("b/c.txt")
