@@ -26,6 +26,7 @@ from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
+from spmd.plan.plan import ShardingPlan
 from spmd.run.build import (
     TrainSetup,
     config_mesh,
@@ -151,7 +152,7 @@ def run_eval(arguments: list[str]) -> int:
         with spinner("finding log-probabilities of the reference model"):
             rows = math.ceil(command.tokens / config.data.sequence)
             find_references(setup, pairs, run_dir.path, rows)
-    model, step = _restore(command, run_dir, setup)
+    model, step = _restore(command, run_dir, setup.plan)
     if config.task == "dpo":
         of_pairs = evaluate_pairs(setup, model, sets, command.tokens)
         pair_results = list(spin_until_each(of_pairs, "evaluating"))
@@ -165,14 +166,14 @@ def run_eval(arguments: list[str]) -> int:
 
 
 def _restore(
-    command: EvalCommand, run_dir: RunDir, setup: TrainSetup
+    command: EvalCommand | EvalStepCommand[Any], run_dir: RunDir, plan: ShardingPlan
 ) -> tuple[ModelState, int | None]:
     """Return the model of the command's checkpoint, and its step."""
     with (
         spinner("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
+        model = restore_model(checkpoints, command.step, plan, trained=command.trained)
         step = command.step
         if step is None:
             step = checkpoints.latest()
@@ -212,7 +213,7 @@ def _eval_tasks(
     )
     with spinner("reading the tasks"):
         loaded = open_tasks(options)
-    model, step = _restore(command, run_dir, setup)
+    model, step = _restore(command, run_dir, setup.plan)
     with spinner("evaluating"):
         found = evaluate_tasks(TaskModel(setup, model, tokenizer, template), options, loaded)
     if jax.process_index() != 0:
@@ -256,14 +257,7 @@ def _eval_step(run: str, file: str, flags: list[str]) -> int:
     problems = shape_problems(batches)
     if problems:
         raise ConfigError("Nothing can be evaluated:", problems)
-    with (
-        spinner("restoring a checkpoint"),
-        CheckpointManager(RunDir(locate(run)).checkpoints, read_only=True) as checkpoints,
-    ):
-        model = restore_model(checkpoints, command.step, step.plan, trained=command.trained)
-        number = command.step
-        if number is None:
-            number = checkpoints.latest()
+    model, number = _restore(command, RunDir(locate(run)), step.plan)
     with spinner(f"evaluating {len(batches)} batches"):
         found = evaluate_batches(step, model, batches)
     if command.json:

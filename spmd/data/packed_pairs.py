@@ -6,12 +6,12 @@ Each answer, with its prompt before it, is a document of its own: a segment that
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 
-from spmd.data.array_record import check_ids
 from spmd.data.log_probs import LogProbs
-from spmd.data.packing import pack
+from spmd.data.packing import PlacedDocument, fill_rows, pack, target_places
 from spmd.errors import DataError, Problem, check_fields
 from spmd.settings.dpo import most_pairs
 
@@ -85,10 +85,8 @@ class PackedPairs:
 
         It is int64 `[len(indices), sequence]`.
         """
-        places = np.full((len(indices), self.sequence), -1, np.int64)
-        for row, at, first, length, _ in self._documents(indices):
-            places[row, at : at + length] = np.arange(first + 1, first + length + 1)
-        return places
+        documents = [document for document, _ in self._documents(indices)]
+        return target_places(documents, (len(indices), self.sequence))
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return `tokens`, `targets`, `segments`, `pairs`, `weights` and `reference`.
@@ -102,39 +100,26 @@ class PackedPairs:
             DataError: An id is not in the vocabulary.
         """
         shape = (len(indices), self.sequence)
-        out = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "pairs")}
-        segments = np.full(shape, -1, np.int32)
-        weights = np.zeros(shape, np.float32)
-        used = np.zeros(len(indices), np.int32)
-        for row, at, first, length, number in self._documents(indices):
-            ids = self.tokens[first : first + length + 1]
-            check_ids(ids, self.vocab)
-            to = slice(at, at + length)
-            out["tokens"][row, to] = ids[:-1]
-            out["targets"][row, to] = ids[1:]
-            out["pairs"][row, to] = number
-            segments[row, to] = at
-            weights[row, to] = self.mask[first + 1 : first + length + 1]
-            used[row] = at + length
-        segments = np.where(segments < 0, used[:, None], segments)
-        found = {**out, "segments": segments, "weights": weights}
+        numbered = list(self._documents(indices))
+        documents = [document for document, _ in numbered]
+        found = fill_rows(documents, shape, self.tokens, self.mask, self.vocab)
+        found["pairs"] = np.zeros(shape, np.int32)
+        for document, number in numbered:
+            found["pairs"][document.positions] = number
         if self.reference is not None:
-            places = self.targets(indices)
-            known = self.reference.values[places]
-            found["reference"] = np.where(weights > 0, known, np.float32(0))
+            known = self.reference.values[target_places(documents, shape)]
+            found["reference"] = np.where(found["weights"] > 0, known, np.float32(0))
         return found
 
-    def _documents(self, indices: np.ndarray) -> list[tuple[int, int, int, int, int]]:
-        """Return row, place in it, first token, targets and number of each document of rows."""
+    def _documents(self, indices: np.ndarray) -> Iterator[tuple[PlacedDocument, int]]:
+        """Yield the documents of rows, each with the number of its pair, negative of the other."""
         order, begins = self._rows
-        documents = []
         for row, index in enumerate(indices.tolist()):
             at = 0
             pairs = order[begins[index] : begins[index + 1]].tolist()
             for number, pair in enumerate(pairs, 1):
                 for side, sign in enumerate((1, -1)):
                     length = int(self._lengths[pair, side])
-                    first = int(self._starts[pair, side])
-                    documents.append((row, at, first, length, sign * number))
+                    document = PlacedDocument(row, at, int(self._starts[pair, side]), length)
+                    yield document, sign * number
                     at += length
-        return documents

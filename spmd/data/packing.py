@@ -7,6 +7,8 @@ arXiv:2404.10830, section 3).
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,6 +66,62 @@ def pack(lengths: np.ndarray, size: int, most: int = 0) -> tuple[np.ndarray, np.
     rows[~is_full] = best_fit(lengths[~is_full], size, most) + is_full.sum()
     ends = np.cumsum(np.bincount(rows))
     return np.argsort(rows, kind="stable"), np.concatenate([[0], ends])
+
+
+class PlacedDocument(NamedTuple):
+    """A document, or a piece of one, in a row.
+
+    Attributes:
+        row: Number of the row.
+        at: First position in the row.
+        first: Place of its first token among all tokens.
+        length: Number of its targets.
+    """
+
+    row: int
+    at: int
+    first: int
+    length: int
+
+    @property
+    def positions(self) -> tuple[int, slice]:
+        """Its positions in an array `[row, position]`."""
+        return self.row, slice(self.at, self.at + self.length)
+
+
+def target_places(documents: Iterable[PlacedDocument], shape: tuple[int, int]) -> np.ndarray:
+    """Return the place of each target among all tokens, int64 `[row, position]`, −1 of padding."""
+    places = np.full(shape, -1, np.int64)
+    for each in documents:
+        places[each.positions] = np.arange(each.first + 1, each.first + each.length + 1)
+    return places
+
+
+def fill_rows(
+    documents: Iterable[PlacedDocument],
+    shape: tuple[int, int],
+    tokens: np.ndarray,
+    mask: np.ndarray | None,
+    vocab: int | None,
+) -> dict[str, np.ndarray]:
+    """Return `tokens`, `targets`, `segments` and `weights` of documents, each `[row, position]`.
+
+    The arguments are as in `PackedDocuments`, and so are the arrays. The documents of a row come
+    one behind the other.
+    """
+    out = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments")}
+    weights = np.zeros(shape, np.float32)
+    for each in documents:
+        to = each.positions
+        after = slice(each.first + 1, each.first + each.length + 1)
+        ids = tokens[each.first : after.stop]
+        check_ids(ids, vocab)
+        out["tokens"][to] = ids[:-1]
+        out["targets"][to] = ids[1:]
+        weights[to] = 1 if mask is None else mask[after]
+        out["segments"][each.row, each.at :] = each.at
+        out["segments"][each.row, each.at + each.length :] = each.at + each.length
+    return {**out, "weights": weights}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,21 +188,23 @@ class PackedDocuments:
         """Fraction of padding among all positions."""
         return 1 - float(self._pieces[1].sum()) / (len(self) * self.sequence)
 
+    def _documents(self, indices: np.ndarray) -> Iterator[PlacedDocument]:
+        """Yield the pieces of rows."""
+        order, begins = self._rows
+        starts, lengths = self._pieces
+        for row, index in enumerate(indices.tolist()):
+            at = 0
+            for piece in order[begins[index] : begins[index + 1]].tolist():
+                length = int(lengths[piece])
+                yield PlacedDocument(row, at, int(starts[piece]), length)
+                at += length
+
     def targets(self, indices: np.ndarray) -> np.ndarray:
         """Return the place of each target among all tokens, −1 of padding.
 
         It is int64 `[len(indices), sequence]`.
         """
-        order, begins = self._rows
-        starts, lengths = self._pieces
-        places = np.full((len(indices), self.sequence), -1, np.int64)
-        for row, index in enumerate(indices.tolist()):
-            at = 0
-            for piece in order[begins[index] : begins[index + 1]].tolist():
-                first, length = int(starts[piece]), int(lengths[piece])
-                places[row, at : at + length] = np.arange(first + 1, first + length + 1)
-                at += length
-        return places
+        return target_places(self._documents(indices), (len(indices), self.sequence))
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return `tokens`, `targets` and `segments`, int32, and `weights`, float32.
@@ -156,27 +216,8 @@ class PackedDocuments:
         Raises:
             DataError: An id is not in the vocabulary.
         """
-        order, begins = self._rows
-        starts, lengths = self._pieces
         shape = (len(indices), self.sequence)
-        out = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments")}
-        weights = np.zeros(shape, np.float32)
-        for row, index in enumerate(indices.tolist()):
-            at = 0
-            for piece in order[begins[index] : begins[index + 1]].tolist():
-                first = int(starts[piece])
-                length = int(lengths[piece])
-                ids = self.tokens[first : first + length + 1]
-                check_ids(ids, self.vocab)
-                to = slice(at, at + length)
-                out["tokens"][row, to] = ids[:-1]
-                out["targets"][row, to] = ids[1:]
-                out["segments"][row, to] = at
-                weights[row, to] = 1
-                if self.mask is not None:
-                    weights[row, to] = self.mask[first + 1 : first + length + 1]
-                at += length
-            out["segments"][row, at:] = at
+        found = fill_rows(self._documents(indices), shape, self.tokens, self.mask, self.vocab)
         if self.alone:
-            del out["segments"]
-        return {**out, "weights": weights}
+            del found["segments"]
+        return found
