@@ -216,8 +216,6 @@ def _eval_tasks(
     model, step = _restore(command, run_dir, setup.plan)
     with spinner("evaluating"):
         found = evaluate_tasks(TaskModel(setup, model, tokenizer, template), options, loaded)
-    if jax.process_index() != 0:
-        return 0
     if command.json:
         for name, figures in found.items():
             print(json.dumps({"task": name, **figures}, default=str))
@@ -236,9 +234,12 @@ def _rows_of_task(name: str, figures: Mapping[str, Any]) -> Iterator[tuple[str, 
         if metric.endswith("_stderr") or not isinstance(value, float):
             continue
         error = figures.get(f"{metric}_stderr,{filtered}")
-        shown = f"{error:.4f}" if isinstance(error, float) else ""
-        label = metric if filtered in ("", "none") else f"{metric} ({filtered})"
-        yield name, label, f"{value:.4f}", shown
+        shown = ""
+        if isinstance(error, float):
+            shown = f"{error:.4f}"
+        if filtered not in ("", "none"):
+            metric = f"{metric} ({filtered})"
+        yield name, metric, f"{value:.4f}", shown
 
 
 def _eval_step(run: str, file: str, flags: list[str]) -> int:

@@ -79,7 +79,9 @@ def _of_row(
     """Yield the conversations of a row."""
     try:
         conversations = form.read(row, template.knows)
-        sides = SIDES if len(conversations) > 1 else ("",)
+        sides: tuple[str, ...] = SIDES
+        if len(conversations) == 1:
+            sides = ("",)
         for side, conversation in zip(sides, conversations, strict=True):
             yield _example(conversation, where, side, tokenizer, template)
     except ValueError as error:  # a BadConversationError among others

@@ -21,8 +21,8 @@ from spmd.data.message_fields import FLAGS, is_turned_off
 SIDES = ("chosen", "rejected")
 """Fields of the preferred and of the other answer."""
 _PROMPT_TEXTS = ("prompt", "question", "instruction", "input")
-_PROMPT_MESSAGES = ("prompt", "messages", "conversations")
-PAIR_FIELDS = (*_PROMPT_TEXTS, *_PROMPT_MESSAGES[1:], *SIDES, "system", "tools")
+_PROMPT_MESSAGES = ("messages", "conversations")
+PAIR_FIELDS = (*_PROMPT_TEXTS, *_PROMPT_MESSAGES, *SIDES, "system", "tools")
 """Fields of a line that are read."""
 
 _HAS_TURNS = re.compile(r"\s*(Human|Assistant):")
@@ -81,7 +81,7 @@ def _prompt_of(line: Mapping[str, Any]) -> list[Any]:
     texts = [line[name] for name in _PROMPT_TEXTS if line.get(name) not in (None, [], "")]
     if texts:
         return _messages_of_texts(texts)
-    for name in _PROMPT_MESSAGES[1:]:
+    for name in _PROMPT_MESSAGES:
         if isinstance(line.get(name), list):
             return list(line[name])
     return []
@@ -170,7 +170,7 @@ def _check_prompt(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise if both conversations have no message of the user at their beginning."""
     if any(message["role"] == "user" for message in messages):
         return
-    fields = ", ".join(f'"{name}"' for name in (*_PROMPT_TEXTS, *_PROMPT_MESSAGES[1:]))
+    fields = ", ".join(f'"{name}"' for name in (*_PROMPT_TEXTS, *_PROMPT_MESSAGES))
     what = "the answers have no prompt in common"
     raise BadConversationError(f"{what}: no {fields}, and they do not begin with the same question")
 
