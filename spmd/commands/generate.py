@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -15,7 +16,13 @@ from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
-from spmd.generate.text import generate_texts, make_generator, stream_text
+from spmd.generate.text import (
+    generate_texts,
+    load_state,
+    make_generator,
+    stop_problems,
+    stream_text,
+)
 from spmd.hf.fields import collect_errors
 from spmd.observe.spinner import spinner
 from spmd.run.build import config_mesh, evaluation_config, make_setup
@@ -52,6 +59,8 @@ class GenerateCommand:
     """Sample from the most probable tokens whose probabilities add up to this; 1 for all."""
     seed: int = 0
     """Seed of the sampling."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End a text before this string; may be given several times."""
     step: int | None = None
     """Checkpoint to load; the newest by default."""
     trained: bool = False
@@ -77,19 +86,21 @@ def run_generate(arguments: list[str]) -> int:
         spinner("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, plan, trained=command.trained)
+        restored = restore_model(checkpoints, command.step, plan, trained=command.trained)
+        model = load_state(generator, restored)
+        del restored  # the loaded model has arrays of its own
     if generator.whole_window:
         print(
             f"spmd: each token takes the whole window: {generator.whole_window}",
             file=sys.stderr,
         )
-    options = {"tokens": tokens, "seed": command.seed}
+    options: Any = {"tokens": tokens, "seed": command.seed, "stops": command.stop}
     if len(prompts) == 1:
         (prompt,) = prompts
-        _show_stream(prompt, stream_text(generator, tokenizer, model, prompt, **options))
+        _show_stream(prompt, stream_text(model, tokenizer, prompt, **options))
     else:
         with spinner(f"generating {len(prompts)} texts"):
-            texts = generate_texts(generator, tokenizer, model, prompts, **options)
+            texts = generate_texts(model, tokenizer, prompts, **options)
         _show("\n\n".join(texts) + "\n")
     return 0
 
@@ -127,6 +138,7 @@ def _check_request(
         ConfigError: All problems of the request.
     """
     problems = check_fields(command, {"seed": "at least 0"})
+    problems += stop_problems(command.stop)
     prompts = _read_prompts(command, problems)
     sampling = Sampling()
     with collect_errors(problems):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import CacheError, ConfigError, Problem
+from spmd.generate.model_arrays import ArrayForm, ModelArrays, array_forms, prepare_arrays
 from spmd.generate.sampling import Sampling, draw
 from spmd.layers.kv_cache import decode, prefill, single_token
 from spmd.layers.lm_head import LazyLogits, lazy_logits, materialize
@@ -47,7 +48,8 @@ class Generator:
     """
 
     plan: ShardingPlan
-    """The plan that parameters are sharded by."""
+    """The plan that parameters are sharded by in generation; its mesh may have other axes than that
+    of the training, over the same devices."""
     window: int
     """Sequence length of the training."""
     sampling: Sampling = Sampling()
@@ -56,32 +58,63 @@ class Generator:
     cached: bool = True
     """Use a KV cache if the model supports it."""
 
+    def load(self, params: Any, variables: Any) -> "LoadedModel":
+        """Bring a model's arrays into the form of generation (`spmd.generate.model_arrays`).
+
+        The result holds a copy of the arrays whose form changes.
+        """
+        forms = self._forms(params, variables)
+        return LoadedModel(self, prepare_arrays(self.plan, params, variables, forms))
+
     def write(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> list[np.ndarray]:
-        """Return the continuation of each prompt as int32.
-
-        It has `tokens` tokens, or fewer, up to and with an end token.
-        """
-        steps = list(self.stream(params, variables, prompts, tokens=tokens, seed=seed))
-        rows = np.zeros((len(prompts), 0), np.int32)
-        if steps:
-            rows = np.stack(steps, axis=1)
-        return [row[row != ENDED] for row in rows]
+        """Load a model for one call of `LoadedModel.write`."""
+        check_window(prompts, tokens, self.window)
+        return self.load(params, variables).write(prompts, tokens=tokens, seed=seed)
 
     def stream(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> Iterator[np.ndarray]:
-        """Yield the result of `write` token by token: int32 `[prompt]`, `ENDED` in ended rows.
-
-        It stops when all rows have ended. The next token is computed while the caller reads this
-        one.
-        """
+        """Load a model for one call of `LoadedModel.stream`."""
         check_window(prompts, tokens, self.window)
-        return self._steps(params, variables, prompts, tokens, seed)
+        return self.load(params, variables).stream(prompts, tokens=tokens, seed=seed)
+
+    def _forms(self, params: Any, variables: Any) -> tuple[ArrayForm, ...]:
+        """Return the form of each leaf of `(params, variables)`."""
+        leaves, structure = jax.tree.flatten((params, variables))
+        arrays = tuple((x.shape, x.dtype) for x in leaves)
+        known = self._known_forms
+        if (structure, arrays) not in known:
+            known[structure, arrays] = self._find_forms(params, variables, len(leaves))
+        return known[structure, arrays]
+
+    @functools.cached_property
+    def _known_forms(self) -> dict[Any, tuple[ArrayForm, ...]]:
+        """Forms by the structure, the shapes and the dtypes of the arrays."""
+        return {}
+
+    def _find_forms(self, params: Any, variables: Any, count: int) -> tuple[ArrayForm, ...]:
+        if any(placement.on_host for placement in self.plan.placements.values()):
+            return (ArrayForm(),) * count  # each layer fetches its own
+        rows = self._batch_shards
+        length = self._padded(1)
+        if self.whole_window:
+            length = self.window
+        ids = jax.ShapeDtypeStruct((rows, self._padded(1)), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        key = abstract_key()
+        prefill_prompts = functools.partial(self._prefill_prompts, length=length)
+        inputs = (params, variables, ids, lengths, key)
+        first, (token, position, carry) = jax.make_jaxpr(prefill_prompts, return_shape=True)(
+            *inputs
+        )
+        inputs = (params, variables, carry, token, position, key)
+        after = jax.make_jaxpr(self._decode_token)(*inputs)
+        return array_forms([first, after], count)
 
     def _steps(
-        self, params: Any, variables: Any, prompts: Sequence[Tokens], tokens: int, seed: int
+        self, model: ModelArrays, prompts: Sequence[Tokens], tokens: int, seed: int
     ) -> Iterator[np.ndarray]:
         if not tokens:
             return
@@ -90,14 +123,12 @@ class Generator:
         if not self.whole_window:
             length = self._padded(int(max(lengths)) + tokens)
         key = jax.random.key(seed, impl=PRNG)
-        token, position, carry = self._prefill(params, variables, ids, lengths, key, length=length)
+        token, position, carry = self._prefill(model, ids, lengths, key, length=length)
         has_ended = np.zeros(len(prompts), bool)
         for remaining in reversed(range(tokens)):
             drawn = token
             if remaining:
-                token, position, carry = self._decode(
-                    params, variables, carry, token, position, key
-                )
+                token, position, carry = self._decode(model, carry, token, position, key)
             row = np.where(has_ended, ENDED, np.asarray(drawn)[: len(prompts)])
             yield row
             has_ended |= np.isin(row, (ENDED, *self.ends))
@@ -169,24 +200,30 @@ class Generator:
 
     @functools.cached_property
     def _prefill(self) -> Callable[..., Any]:
-        """The compiled program for prompts.
+        """The compiled program for prompts."""
 
-        `carry` is the KV cache, or the ids of the whole window.
-        """
-
-        def run(
-            params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int
-        ) -> Any:
-            def draw_next(params: Any, variables: Any, ids: Any) -> Any:
-                logits, carry = self._read_prompts(params, variables, ids, lengths, length)
-                last = _logits_at(logits, lengths - 1)
-                token, position = self._draw(last, lengths, key)
-                return token, position, carry
-
-            with use_plan(self.plan):
-                return partition_safe(draw_next)(params_for_forward(params), variables, ids)
+        def run(model: ModelArrays, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
+            prefill_prompts = functools.partial(self._prefill_prompts, length=length)
+            return model.call(prefill_prompts, ids, lengths, key)
 
         return jax.jit(run, static_argnames="length")
+
+    def _prefill_prompts(
+        self, params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int
+    ) -> Any:
+        """Return the first new token of each row, its position, and the carry.
+
+        The carry is the KV cache, or the ids of the whole window.
+        """
+
+        def draw_first(params: Any, variables: Any, ids: Any) -> Any:
+            logits, carry = self._read_prompts(params, variables, ids, lengths, length)
+            last = _logits_at(logits, lengths - 1)
+            token, position = self._draw(last, lengths, key)
+            return token, position, carry
+
+        with use_plan(self.plan):
+            return partition_safe(draw_first)(params_for_forward(params), variables, ids)
 
     def _read_prompts(
         self, params: Any, variables: Any, ids: Array, lengths: Array, length: int
@@ -203,19 +240,24 @@ class Generator:
     def _decode(self) -> Callable[..., Any]:
         """The compiled program for one token."""
 
-        def run(
-            params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any
-        ) -> Any:
-            def draw_next(params: Any, variables: Any, none: Any, carry: Any) -> Any:
-                del none
-                logits, carry = self._read_token(params, variables, carry, token, position)
-                token_after, position_after = self._draw(logits, position + 1, key)
-                return token_after, position_after, carry
-
-            with use_plan(self.plan):
-                return partition_safe(draw_next)(params_for_forward(params), variables, (), carry)
+        def run(model: ModelArrays, carry: Any, token: Any, position: Any, key: Any) -> Any:
+            return model.call(self._decode_token, carry, token, position, key)
 
         return jax.jit(run, donate_argnames="carry")
+
+    def _decode_token(
+        self, params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any
+    ) -> Any:
+        """Return the next token of each row, its position, and the carry."""
+
+        def draw_next(params: Any, variables: Any, none: Any, carry: Any) -> Any:
+            del none
+            logits, carry = self._read_token(params, variables, carry, token, position)
+            token_after, position_after = self._draw(logits, position + 1, key)
+            return token_after, position_after, carry
+
+        with use_plan(self.plan):
+            return partition_safe(draw_next)(params_for_forward(params), variables, (), carry)
 
     def _read_token(
         self, params: Any, variables: Any, carry: Any, token: Array, position: Array
@@ -246,6 +288,36 @@ class Generator:
         token = draw(logits, self.sampling, key, position)
         replicated = NamedSharding(self.plan.mesh, P())
         return jax.lax.with_sharding_constraint((token, position), replicated)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A generator with the arrays of a model, for any number of texts."""
+
+    generator: Generator
+    arrays: ModelArrays
+
+    def write(self, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0) -> list[np.ndarray]:
+        """Return the continuation of each prompt as int32.
+
+        It has `tokens` tokens, or fewer, up to and with an end token.
+        """
+        steps = list(self.stream(prompts, tokens=tokens, seed=seed))
+        rows = np.zeros((len(prompts), 0), np.int32)
+        if steps:
+            rows = np.stack(steps, axis=1)
+        return [row[row != ENDED] for row in rows]
+
+    def stream(
+        self, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Yield the result of `write` token by token: int32 `[prompt]`, `ENDED` in ended rows.
+
+        It stops when all rows have ended. The next token is computed while the caller reads this
+        one.
+        """
+        check_window(prompts, tokens, self.generator.window)
+        return self.generator._steps(self.arrays, prompts, tokens, seed)
 
 
 def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[Array, "batch seq"]:

@@ -1,9 +1,10 @@
 """Text from prompts, streamed or all at once, and from token ids one by one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from spmd.data.tokenizer import Tokenizer
-from spmd.generate.generator import Generator
+from spmd.errors import Problem
+from spmd.generate.generator import ENDED, Generator, LoadedModel, Tokens
 from spmd.generate.sampling import Sampling
 from spmd.plan.plan import ShardingPlan
 from spmd.training.evaluated_params import evaluated_params
@@ -60,6 +61,90 @@ class IncrementalDetokenizer:
         return text[len(self._returned) :]
 
 
+class TextUpToStop:
+    """Text of one row of tokens, up to an end token or a stop string, neither of them included.
+
+    Text is held back while it may be the beginning of a stop string.
+
+    Example:
+        >>> from spmd.data.tokenizer import ByteTokenizer
+        >>> text = TextUpToStop(ByteTokenizer(), [], stops=["--"])
+        >>> [text.add(token) for token in b"a-b--c"], text.has_ended
+        (['a', '', '-b', '', '', ''], True)
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        ids: Sequence[int],
+        *,
+        ends: Container[int] = (),
+        stops: Sequence[str] = (),
+        skipped: Container[int] = (),
+    ) -> None:
+        """Begin behind `ids`.
+
+        Args:
+            ends: Tokens that end the row.
+            stops: Strings that end the text; none is empty.
+            skipped: Tokens without a text.
+        """
+        self._detokenizer = IncrementalDetokenizer(tokenizer, ids)
+        self._ends = ends
+        self._stops = stops
+        self._skipped = skipped
+        self._held = ""
+        self.has_ended = False
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the new text; no more after the end."""
+        if self.has_ended:
+            return ""
+        if token == ENDED or token in self._ends:
+            return self.finish()
+        if token in self._skipped:
+            return ""
+        return self._release(self._detokenizer.add(token), is_last=False)
+
+    def finish(self) -> str:
+        """End the text, and return the part held back; none after the end."""
+        if self.has_ended:
+            return ""
+        text = self._release(self._detokenizer.finish(), is_last=True)
+        self.has_ended = True
+        return text
+
+    def _release(self, text: str, *, is_last: bool) -> str:
+        """Return the part of the text at hand that is certain, and hold the rest back."""
+        text = self._held + text
+        places = [text.find(stop) for stop in self._stops if stop in text]
+        if places:
+            self.has_ended = True
+            return text[: min(places)]
+        held = 0
+        if not is_last:
+            held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        released = len(text) - held
+        self._held = text[released:]
+        return text[:released]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text with which a stop string begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def stop_problems(stops: Sequence[str]) -> list[Problem]:
+    """Return the problem of an empty stop string, if there is one."""
+    if "" not in stops:
+        return []
+    fix = "name the text to stop at, such as $'\\n\\n' in bash"
+    return [Problem("stop", "is empty: every text would stop at once", fix=fix)]
+
+
 def make_generator(
     plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling
 ) -> Generator:
@@ -67,57 +152,77 @@ def make_generator(
     return Generator(plan, window, sampling, tokenizer.ends)
 
 
+def load_state(generator: Generator, state: AnyState) -> LoadedModel:
+    """Load a model's state, or the parameters of a training run that are to be evaluated."""
+    if not isinstance(state, ModelState):
+        state = ModelState(evaluated_params(generator.plan, state), state.variables)
+    return generator.load(state.params, state.variables)
+
+
 def stream_text(
-    generator: Generator,
+    model: LoadedModel,
     tokenizer: Tokenizer,
-    state: AnyState,
     prompt: str,
     *,
     tokens: int,
     seed: int,
+    stops: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield the continuation of a prompt piece by piece; `tokens` is the most tokens to add."""
+    """Yield the continuation of a prompt piece by piece.
+
+    Args:
+        tokens: Most tokens to add.
+        stops: The text ends before any of these.
+    """
     ids = tokenizer.encode_prompt(prompt)
-    detokenizer = IncrementalDetokenizer(tokenizer, ids.tolist())
-    model = _evaluated(generator, state)
-    rows = generator.stream(model.params, model.variables, [ids], tokens=tokens, seed=seed)
-    for (token,) in rows:
-        if token not in generator.ends:
-            yield detokenizer.add(int(token))
-    yield detokenizer.finish()
+    ends = model.generator.ends
+    text = TextUpToStop(tokenizer, ids.tolist(), ends=ends, stops=stops)
+    for (token,) in model.stream([ids], tokens=tokens, seed=seed):
+        yield text.add(int(token))
+        if text.has_ended:
+            return
+    yield text.finish()
 
 
 def generate_texts(
-    generator: Generator,
+    model: LoadedModel,
     tokenizer: Tokenizer,
-    state: AnyState,
     prompts: Sequence[str],
     *,
     tokens: int,
     seed: int,
+    stops: Sequence[str] = (),
 ) -> list[str]:
     """Return each prompt with its continuation; the arguments are those of `stream_text`."""
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    model = _evaluated(generator, state)
-    rows = generator.write(model.params, model.variables, ids, tokens=tokens, seed=seed)
-    texts = []
-    for prompt, prompt_ids, row in zip(prompts, ids, rows, strict=True):
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids.tolist())
-        pieces = [prompt]
-        for token in row:
-            if token not in generator.ends:
-                pieces.append(detokenizer.add(int(token)))
-        pieces.append(detokenizer.finish())
-        texts.append("".join(pieces))
-    return texts
+    added = continue_rows(model, tokenizer, ids, tokens=tokens, seed=seed, stops=stops)
+    return [prompt + text for prompt, text in zip(prompts, added, strict=True)]
 
 
-def _evaluated(generator: Generator, state: AnyState) -> ModelState:
-    """Return the parameters to evaluate of a training run, and its variables.
+def continue_rows(
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Tokens],
+    *,
+    tokens: int,
+    seed: int,
+    stops: Sequence[str] = (),
+    skipped: Container[int] = (),
+) -> list[str]:
+    """Return the continuation of each row of ids; the batch ends as soon as all rows have.
 
-    A model's state is unchanged.
+    The arguments are those of `stream_text` and `TextUpToStop`.
     """
-    if isinstance(state, ModelState):
-        return state
-    params = evaluated_params(generator.plan, state)
-    return ModelState(params, state.variables)
+    ends = model.generator.ends
+    rows = []
+    for ids in prompts:
+        rows.append(TextUpToStop(tokenizer, list(ids), ends=ends, stops=stops, skipped=skipped))
+    texts = [""] * len(rows)
+    for drawn in model.stream(prompts, tokens=tokens, seed=seed):
+        for number, token in enumerate(drawn.tolist()):
+            texts[number] += rows[number].add(token)
+        if all(row.has_ended for row in rows):
+            break
+    for number, row in enumerate(rows):
+        texts[number] += row.finish()
+    return texts

@@ -88,22 +88,45 @@ def split_products(
 def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
     """Return the narrower dtype of an input in all of its uses; None if they do not all cast it."""
     value = program.inputs[number]
-    found = set[jnp.dtype]()
-    if value in program.outputs:
+    if not value.is_float:
         return None
-    for operation in program.operations:
-        if value not in operation.inputs:
-            continue
-        if operation.primitive != "convert_element_type":
-            return None
-        found.add(jnp.dtype(operation.params["new_dtype"]))
+    found = _used_dtypes(program, value)
     if len(found) != 1:
         return None
     (dtype,) = found
-    is_narrower = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < value.itemsize
-    if not value.is_float or not is_narrower:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    if dtype.itemsize >= value.itemsize:
         return None
     return dtype
+
+
+def _used_dtypes(program: TracedProgram, value: TracedValue) -> set[jnp.dtype | None]:
+    """Return the dtypes to which a program casts a value; None is one for any other use."""
+    found = set[jnp.dtype | None]()
+    if value in program.outputs:
+        found.add(None)
+    for operation in program.operations:
+        if value not in operation.inputs:
+            continue
+        if operation.primitive == "convert_element_type":
+            found.add(jnp.dtype(operation.params["new_dtype"]))
+        elif operation.primitive == "scan":
+            found |= _dtypes_in_loop(operation, value)
+        else:
+            found.add(None)
+    return found
+
+
+def _dtypes_in_loop(loop: Operation, value: TracedValue) -> set[jnp.dtype | None]:
+    """Return the dtypes to which the body of a `scan` casts an operand, or the slices of one."""
+    (body,) = loop.bodies
+    carried = {start for start, _ in loop.carried}
+    found = set[jnp.dtype | None]()
+    for operand, inner in zip(loop.inputs, body.inputs, strict=True):
+        if operand is value:
+            found |= {None} if inner in carried else _used_dtypes(body, inner)
+    return found
 
 
 def _narrow(equation: Any, dtype: jnp.dtype) -> ClosedJaxpr:

@@ -11,7 +11,7 @@ import functools
 import io
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from spmd.data.chat import BadConversationError, ChatTemplate
 from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import ConfigError, DataError, Problem, did_you_mean
-from spmd.generate.generator import Generator
+from spmd.generate.generator import Generator, LoadedModel
 from spmd.generate.sampling import Sampling
-from spmd.generate.text import IncrementalDetokenizer
+from spmd.generate.text import continue_rows, load_state
 from spmd.model_interface.model_config import context_of
 from spmd.run.build import TrainSetup
 from spmd.run.token_scores import TokenScorer
@@ -159,57 +159,37 @@ class TaskModel:
             what = f"generates {most} tokens"
             detail = f"the model reads {self.longest} tokens at once"
             raise ConfigError(_TITLE, [Problem("a task", what, detail, "fewer: max_gen_toks")])
-        generator = self._generator(_sampling(options))
+        model = self._loaded(_sampling(options))
         stops = _stops(options)
         texts = list[str]()
         size = self.setup.config.data.batch
         for first in range(0, len(prompts), size):
             some = prompts[first : first + size]
             ids = [self.encode(prompt, with_starts=True)[-room:] for prompt in some]
-            texts += self._write_some(generator, ids, most, stops, seed=first)
+            texts += continue_rows(
+                model,
+                self.tokenizer,
+                ids,
+                tokens=most,
+                seed=first,
+                stops=stops,
+                skipped=self.tokenizer.specials,
+            )
         return texts
 
-    def _generator(self, sampling: Sampling) -> Generator:
-        if sampling not in self._generators:
+    def _loaded(self, sampling: Sampling) -> LoadedModel:
+        """Return the model, loaded for a sampling; only the last one is kept."""
+        if sampling not in self._last_loaded:
+            self._last_loaded.clear()
             ends = self.tokenizer.ends
-            self._generators[sampling] = Generator(self.setup.plan, self.longest, sampling, ends)
-        return self._generators[sampling]
+            generator = Generator(self.setup.plan, self.longest, sampling, ends)
+            self._last_loaded[sampling] = load_state(generator, self.model)
+        return self._last_loaded[sampling]
 
     @functools.cached_property
-    def _generators(self) -> dict[Sampling, Generator]:
-        """Generators by their sampling: each compiles programs of its own."""
+    def _last_loaded(self) -> dict[Sampling, LoadedModel]:
+        """The loaded model by its sampling: each compiles programs of its own."""
         return {}
-
-    def _write_some(
-        self,
-        generator: Generator,
-        prompts: list[list[int]],
-        tokens: int,
-        stops: Sequence[str],
-        *,
-        seed: int,
-    ) -> list[str]:
-        """Return the texts of a batch of prompts; it ends as soon as all have stopped."""
-        readers = [IncrementalDetokenizer(self.tokenizer, ids) for ids in prompts]
-        texts = [""] * len(prompts)
-        has_stopped = [False] * len(prompts)
-        stream = generator.stream(
-            self.model.params, self.model.variables, prompts, tokens=tokens, seed=seed
-        )
-        for drawn in stream:
-            for row, token in enumerate(drawn.tolist()):
-                if has_stopped[row]:
-                    continue
-                if token < 0 or token in generator.ends:
-                    has_stopped[row] = True
-                elif token not in self.tokenizer.specials:
-                    texts[row] += readers[row].add(token)
-                    has_stopped[row] = _cut(texts[row], stops) != texts[row]
-            if all(has_stopped):
-                break
-        for row, reader in enumerate(readers):
-            texts[row] = _cut(texts[row] + reader.finish(), stops)
-        return texts
 
 
 def _document(request: Scored, longest: int) -> tuple[list[int], int]:
@@ -233,18 +213,6 @@ def _stops(options: Mapping[str, Any]) -> list[str]:
     if isinstance(until, str):
         until = [until]
     return [stop for stop in until if stop]
-
-
-def _cut(text: str, stops: Iterable[str]) -> str:
-    """Return a text up to the first stop string.
-
-    Example:
-        >>> _cut("a b\\n\\nc", ["\\n\\n", "."])
-        'a b'
-    """
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:

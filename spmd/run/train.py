@@ -22,7 +22,7 @@ from spmd.distributed.initialize import (
     starts_alone,
 )
 from spmd.generate.sampling import Sampling
-from spmd.generate.text import generate_texts, make_generator
+from spmd.generate.text import generate_texts, load_state, make_generator
 from spmd.observe.lasting_output import lasting_output
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
@@ -333,14 +333,9 @@ def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:
     sampling = Sampling(sample.temperature, sample.top_k, sample.top_p)
     tokens = count_sample_tokens(config, tokenizer)
     generator = make_generator(setup.plan, tokenizer, sequence, sampling)
-    (text,) = generate_texts(
-        generator,
-        tokenizer,
-        result.state,
-        [sample.prompt],
-        tokens=tokens,
-        seed=config.seed,
-    )
+    model = load_state(generator, result.state)
+    prompts = [sample.prompt]
+    (text,) = generate_texts(model, tokenizer, prompts, tokens=tokens, seed=config.seed)
     why = ""
     if generator.whole_window:
         why = f" (without a KV cache: {generator.whole_window})"
