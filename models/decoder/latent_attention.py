@@ -330,8 +330,7 @@ def _attend_to_latents(
         of_positions = product("bhp,blp->bhl", rope, cache.key)
         return (of_latents + of_positions) * scale
 
-    cached = jnp.arange(past.latent.shape[1])[None]
-    mask = cached < positions[:, None]
+    mask = slot.past_positions() < positions[:, None]
     before = jnp.where(mask[:, None], scores(past), MASK_VALUE)
     itself = scores(own)
     largest = jnp.maximum(before.max(axis=-1, keepdims=True), itself)

@@ -8,7 +8,7 @@ of two, so most other prompts compile nothing.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from spmd.errors import CacheError, ConfigError, Problem
 from spmd.generate.model_arrays import ArrayForm, ModelArrays, array_forms, prepare_arrays
 from spmd.generate.sampling import Sampling, draw
-from spmd.layers.kv_cache import decode, prefill, single_token
+from spmd.layers.cache_entry import CodedArray
+from spmd.layers.kv_cache import Cache, decode, prefill, single_token
 from spmd.layers.lm_head import LazyLogits, lazy_logits, materialize
 from spmd.layers.sequential_stages import sequential_stages
 from spmd.model_interface.model import PRNG, VALID, abstract_key, as_outputs
@@ -57,12 +58,16 @@ class Generator:
     """Tokens that end a row."""
     cached: bool = True
     """Use a KV cache if the model supports it."""
+    cache_in_int8: bool = False
+    """Hold the tokens of the cache in int8, with a scale for each token and head."""
 
     def load(self, params: Any, variables: Any) -> "LoadedModel":
         """Bring a model's arrays into the form of generation (`spmd.generate.model_arrays`).
 
         The result holds a copy of the arrays whose form changes.
         """
+        if self.cache_in_int8:
+            self._check_int8()
         forms = self._forms(params, variables)
         return LoadedModel(self, prepare_arrays(self.plan, params, variables, forms))
 
@@ -98,13 +103,11 @@ class Generator:
         if any(placement.on_host for placement in self.plan.placements.values()):
             return (ArrayForm(),) * count  # each layer fetches its own
         rows = self._batch_shards
-        length = self._padded(1)
-        if self.whole_window:
-            length = self.window
+        room = self._room(1, 1)
         ids = jax.ShapeDtypeStruct((rows, self._padded(1)), jnp.int32)
         lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
         key = abstract_key()
-        prefill_prompts = functools.partial(self._prefill_prompts, length=length)
+        prefill_prompts = functools.partial(self._prefill_prompts, room=room)
         inputs = (params, variables, ids, lengths, key)
         first, (token, position, carry) = jax.make_jaxpr(prefill_prompts, return_shape=True)(
             *inputs
@@ -119,11 +122,9 @@ class Generator:
         if not tokens:
             return
         ids, lengths = self._batch(prompts)
-        length = self.window
-        if not self.whole_window:
-            length = self._padded(int(max(lengths)) + tokens)
+        room = self._room(int(max(lengths)), tokens)
         key = jax.random.key(seed, impl=PRNG)
-        token, position, carry = self._prefill(model, ids, lengths, key, length=length)
+        token, position, carry = self._prefill(model, ids, lengths, key, room=room)
         has_ended = np.zeros(len(prompts), bool)
         for remaining in reversed(range(tokens)):
             drawn = token
@@ -153,6 +154,12 @@ class Generator:
     def _batch_shards(self) -> int:
         return shards_of(BATCH_AXES, self.plan.mesh.shape)
 
+    def _room(self, prompt: int, tokens: int) -> "_Room":
+        """Return the room for the longest prompt and new tokens."""
+        if self.whole_window:
+            return _Room(self.window, 0)
+        return _Room(self._padded(prompt + tokens), self._padded(tokens))
+
     def _padded(self, tokens: int) -> int:
         """Return the next power of two, at most the window.
 
@@ -171,24 +178,10 @@ class Generator:
         """
         if not self.cached:
             return "cached=False"
-        model = self.plan.model
-        if not model.info().supports_kv_cache:
+        if not self.plan.model.info().supports_kv_cache:
             return "the model sets neither supports_kv_cache nor position_aware"
-        key = abstract_key()
-        params = jax.eval_shape(model.init, key)
-        variables = jax.eval_shape(model.init_variables, key)
-        ids = jax.ShapeDtypeStruct((self._batch_shards, self._padded(1)), jnp.int32)
-
-        def trace(params: Any, variables: Any, ids: Any) -> Any:
-            rows, length = ids.shape
-            lengths = jnp.full(rows, length)
-            with use_plan(self.plan):
-                return prefill(
-                    lambda: self._logits(params, variables, ids, ids >= 0), length, lengths
-                )
-
         try:
-            _, cache = jax.eval_shape(trace, params, variables, ids)
+            cache = self._abstract_cache()
         except CacheError as error:
             return "; ".join(f"{problem.where} {problem.what}" for problem in error.problems)
         if not cache.entries:
@@ -198,18 +191,46 @@ class Generator:
             )
         return ""
 
+    def _abstract_cache(self) -> Cache:
+        """Return the shapes of the cache of the shortest prompts."""
+        model = self.plan.model
+        key = abstract_key()
+        params = jax.eval_shape(model.init, key)
+        variables = jax.eval_shape(model.init_variables, key)
+        ids = jax.ShapeDtypeStruct((self._batch_shards, self._padded(1)), jnp.int32)
+
+        def trace(params: Any, variables: Any, ids: Any) -> Any:
+            rows, length = ids.shape
+            room = _Room(length, length)
+            with use_plan(self.plan):
+                return self._fill_cache(params, variables, ids, jnp.full(rows, length), room)
+
+        _, cache = jax.eval_shape(trace, params, variables, ids)
+        return cache
+
+    def _check_int8(self) -> None:
+        """Raise an error if no array of a cache is in int8."""
+        reason = self.whole_window
+        if not reason:
+            entries = self._abstract_cache().entries
+            if any(map(_is_coded, jax.tree.leaves(entries, is_leaf=_is_coded))):
+                return
+            reason = "the cache of the model holds states, and nothing for each token"
+        fix = "leave it out"
+        raise ConfigError("Nothing is in int8:", [Problem("cache_in_int8", reason, fix=fix)])
+
     @functools.cached_property
     def _prefill(self) -> Callable[..., Any]:
         """The compiled program for prompts."""
 
-        def run(model: ModelArrays, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
-            prefill_prompts = functools.partial(self._prefill_prompts, length=length)
+        def run(model: ModelArrays, ids: Any, lengths: Any, key: Any, *, room: _Room) -> Any:
+            prefill_prompts = functools.partial(self._prefill_prompts, room=room)
             return model.call(prefill_prompts, ids, lengths, key)
 
-        return jax.jit(run, static_argnames="length")
+        return jax.jit(run, static_argnames="room")
 
     def _prefill_prompts(
-        self, params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int
+        self, params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, room: "_Room"
     ) -> Any:
         """Return the first new token of each row, its position, and the carry.
 
@@ -217,7 +238,7 @@ class Generator:
         """
 
         def draw_first(params: Any, variables: Any, ids: Any) -> Any:
-            logits, carry = self._read_prompts(params, variables, ids, lengths, length)
+            logits, carry = self._read_prompts(params, variables, ids, lengths, room)
             last = _logits_at(logits, lengths - 1)
             token, position = self._draw(last, lengths, key)
             return token, position, carry
@@ -226,15 +247,26 @@ class Generator:
             return partition_safe(draw_first)(params_for_forward(params), variables, ids)
 
     def _read_prompts(
-        self, params: Any, variables: Any, ids: Array, lengths: Array, length: int
+        self, params: Any, variables: Any, ids: Array, lengths: Array, room: "_Room"
     ) -> tuple[Any, Any]:
-        """Return the logits of all tokens of prompts, and the carry for `length` tokens."""
+        """Return the logits of all tokens of prompts, and the carry with room for new ones."""
         if self.whole_window:
-            window = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
+            window = jnp.pad(ids, ((0, 0), (0, room.length - ids.shape[1])))
             logits = self._logits(params, variables, window, _before(window, lengths))
             return logits, window
+        return self._fill_cache(params, variables, ids, lengths, room)
+
+    def _fill_cache(
+        self, params: Any, variables: Any, ids: Any, lengths: Array, room: "_Room"
+    ) -> tuple[Any, Cache]:
+        """Return the logits of all tokens of prompts, and a cache with room for new ones."""
         valid = _before(ids, lengths)
-        return prefill(lambda: self._logits(params, variables, ids, valid), length, lengths)
+
+        def run() -> Any:
+            return self._logits(params, variables, ids, valid)
+
+        in_int8 = self.cache_in_int8
+        return prefill(run, room.length, lengths, new_tokens=room.new_tokens, in_int8=in_int8)
 
     @functools.cached_property
     def _decode(self) -> Callable[..., Any]:
@@ -290,6 +322,13 @@ class Generator:
         return jax.lax.with_sharding_constraint((token, position), replicated)
 
 
+class _Room(NamedTuple):
+    """Tokens of the longest text, and most new tokens, both rounded up."""
+
+    length: int
+    new_tokens: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A generator with the arrays of a model, for any number of texts."""
@@ -318,6 +357,10 @@ class LoadedModel:
         """
         check_window(prompts, tokens, self.generator.window)
         return self.generator._steps(self.arrays, prompts, tokens, seed)
+
+
+def _is_coded(x: Any) -> bool:
+    return isinstance(x, CodedArray)
 
 
 def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[Array, "batch seq"]:

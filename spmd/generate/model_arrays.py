@@ -103,20 +103,33 @@ def prepare_arrays(
 
 def _prepared(array: Any, sharding: NamedSharding, form: ArrayForm) -> Any:
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
-        array = jax.device_put(_cast(array, form.dtype), sharding)
+        array = _moved(array, form.dtype, sharding)
     if form.is_split:
-        return _split(array, form.dtype, sharding)
+        return split_layers(array, form.dtype, sharding)
     return _cast(array, form.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+def _moved(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array in another sharding over the same devices; narrower, before it is sent."""
+    before = list(array.sharding.mesh.devices.flat)
+    if before != list(sharding.mesh.devices.flat):  # a program takes devices in one order
+        return jax.device_put(_cast(array, dtype), sharding)
+    return reshard(array, dtype, sharding)
+
+
 def _cast(array: jax.Array, dtype: Any) -> jax.Array:
     return array if dtype is None else array.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _split(array: jax.Array, dtype: Any, sharding: NamedSharding) -> tuple[jax.Array, ...]:
-    """Return the layers of a stack, each sharded as the stack is."""
+def reshard(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array in a dtype and a sharding; None for its own dtype."""
+    return jax.lax.with_sharding_constraint(_cast(array, dtype), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def split_layers(array: jax.Array, dtype: Any, sharding: NamedSharding) -> tuple[jax.Array, ...]:
+    """Return the layers of a stack in a dtype, each sharded as the stack is."""
     layers = []
     of_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
     for layer in _cast(array, dtype):

@@ -111,19 +111,25 @@ def _used_dtypes(program: TracedProgram, value: TracedValue) -> set[jnp.dtype | 
             continue
         if operation.primitive == "convert_element_type":
             found.add(jnp.dtype(operation.params["new_dtype"]))
-        elif operation.primitive == "scan":
-            found |= _dtypes_in_loop(operation, value)
+        elif operation.primitive in _FORMS and operation.inputs == [value]:
+            for moved in operation.outputs:
+                found |= _used_dtypes(program, moved)
+        elif operation.primitive in ("scan", "shard_map"):
+            found |= _dtypes_in_body(operation, value)
         else:
             found.add(None)
     return found
 
 
-def _dtypes_in_loop(loop: Operation, value: TracedValue) -> set[jnp.dtype | None]:
-    """Return the dtypes to which the body of a `scan` casts an operand, or the slices of one."""
-    (body,) = loop.bodies
-    carried = {start for start, _ in loop.carried}
+def _dtypes_in_body(around: Operation, value: TracedValue) -> set[jnp.dtype | None]:
+    """Return the dtypes to which the body of a loop or a manual region casts an operand.
+
+    Of a stack, they are those of its slices.
+    """
+    (body,) = around.bodies
+    carried = {start for start, _ in around.carried}
     found = set[jnp.dtype | None]()
-    for operand, inner in zip(loop.inputs, body.inputs, strict=True):
+    for operand, inner in zip(around.inputs, body.inputs, strict=True):
         if operand is value:
             found |= {None} if inner in carried else _used_dtypes(body, inner)
     return found

@@ -17,8 +17,8 @@ from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.examples import per_example
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
+from spmd.layers.cached_attention import cached_attention
 from spmd.layers.gathered_attention import gathered_attention
-from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import (
     Ring,
     Segments,

@@ -3,14 +3,14 @@
 A mixer declares a `CacheEntry`: a dataclass of named arrays, each with the names of its axes.
 
 ```
-attention          key, value  "batch length heads _"    the token is written at its position
+attention          key, value  "batch length heads _"    the token is added
 latent attention   latent      "batch length _"          the same, without heads
 recurrent mixer    state       "batch heads _ _"         replaced by each token
 convolution        inputs      "batch _ heads"           replaced; channels are split as heads
 ```
 
-Stacked layers add dimensions in front. The axes decide how an array grows and how it is split over
-a mesh.
+Stacked layers add dimensions in front. The axes decide how an array grows, how it is split over a
+mesh, and what has a scale of its own in int8 (`encode_entry`).
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from spmd.codecs import dequantize, largest_code, quantize
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
 
@@ -107,13 +108,22 @@ def check_dimensions(entry: CacheEntry) -> list[Problem]:
     return problems
 
 
-def pad_entry(entry: CacheEntry, length: int) -> CacheEntry:
-    """Pad arrays with an axis `length` to `length` tokens, at the end."""
+def prompt_shape(entry: CacheEntry) -> tuple[int, int] | None:
+    """Return the rows and the tokens of prompts, by the first array of tokens; None without one."""
+    for name, axes in entry.axes().items():
+        if "length" in axes:
+            shape = getattr(entry, name).shape[-len(axes) :]
+            return shape[axes.index("batch")], shape[axes.index("length")]
+    return None
+
+
+def pad_entry(entry: CacheEntry, places: int) -> CacheEntry:
+    """Pad arrays with an axis `length` to a number of places, at the end."""
     padded = {}
     for name, axes in entry.axes().items():
         x = getattr(entry, name)
         if "length" in axes:
-            x = _pad(x, x.ndim - len(axes) + axes.index("length"), length)
+            x = _pad(x, x.ndim - len(axes) + axes.index("length"), places)
         padded[name] = x
     return dataclasses.replace(entry, **padded)
 
@@ -124,8 +134,70 @@ def _pad(x: Array, axis: int, length: int) -> Array:
     return jnp.pad(x, widths)
 
 
-def update_entry(past: CacheEntry, new: CacheEntry, positions: Int[Array, "batch"]) -> CacheEntry:
-    """Write one token of each row at the row's position; replace arrays without an axis `length`.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CodedArray:
+    """A cached array in int8.
+
+    Attributes:
+        scale: Float32, with the dimensions of the codes; those behind `length` that are never split
+            have the size 1.
+        dtype: The dtype of the array itself.
+    """
+
+    codes: Array
+    scale: Array
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    def decoded(self) -> Array:
+        """Return the array, within 1/254 of the largest magnitude of each scale."""
+        return dequantize(self.codes, self.scale, self.dtype)
+
+
+def encode_entry(entry: CacheEntry) -> CacheEntry:
+    """Encode the arrays of tokens in int8, with a scale for each token, and each head.
+
+    An array without `length`, or without an axis `_` behind it, stays.
+    """
+    encoded = {}
+    for name, axes in entry.axes().items():
+        encoded[name] = _encoded(getattr(entry, name), axes)
+    return dataclasses.replace(entry, **encoded)
+
+
+def _encoded(x: Array, axes: tuple[str, ...]) -> Array | CodedArray:
+    shared = _shared_dims(axes)
+    if not shared:
+        return x
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    largest = magnitude.max(axis=shared, keepdims=True)
+    codes, scale = quantize(x, largest, "int8", largest_code("int8"))
+    return CodedArray(codes, scale, x.dtype)
+
+
+def _shared_dims(axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the dimensions, from the end, whose elements share a scale."""
+    if "length" not in axes:
+        return ()
+    shared = []
+    for place in range(axes.index("length") + 1, len(axes)):
+        if axes[place] == WHOLE:
+            shared.append(place - len(axes))
+    return tuple(shared)
+
+
+def decode_entry(entry: CacheEntry) -> CacheEntry:
+    """Decode the arrays in int8 of an entry."""
+    decoded = {}
+    for name in entry.axes():
+        x = getattr(entry, name)
+        if isinstance(x, CodedArray):
+            decoded[name] = x.decoded()
+    return dataclasses.replace(entry, **decoded)
+
+
+def update_entry(past: CacheEntry, new: CacheEntry, place: Int[Array, ""]) -> CacheEntry:
+    """Write one token of each row at a place; replace arrays without an axis `length`.
 
     Raises:
         ConfigError: A replaced array has another shape or dtype than before.
@@ -137,7 +209,7 @@ def update_entry(past: CacheEntry, new: CacheEntry, positions: Int[Array, "batch
         after = getattr(new, name)
         updated[name] = after
         if "length" in axes:
-            updated[name] = _write(before, after, positions, axes)
+            updated[name] = _written(before, after, place, axes)
         elif (before.shape, before.dtype) != (after.shape, after.dtype):
             what = "is not the same array in prefill and decoding"
             detail = f"{before.dtype}{before.shape}, then {after.dtype}{after.shape}"
@@ -148,19 +220,20 @@ def update_entry(past: CacheEntry, new: CacheEntry, positions: Int[Array, "batch
     return dataclasses.replace(past, **updated)
 
 
-def _write(whole: Array, new: Array, positions: Array, axes: tuple[str, ...]) -> Array:
-    """Write one token of each row, at the row's position."""
-    rows = whole.ndim - len(axes) + axes.index("batch")
-    after_length = len(axes) - axes.index("length")
-    if axes.index("batch") > axes.index("length"):
-        after_length -= 1  # a row has no axis `batch`
+def _written(
+    before: Array | CodedArray, after: Array, place: Array, axes: tuple[str, ...]
+) -> Array | CodedArray:
+    """Write one token of each row: the array itself, or codes and scales."""
+    token: Any = after
+    if isinstance(before, CodedArray):
+        token = _encoded(after.astype(before.dtype), axes)
+    length = axes.index("length") - len(axes)
 
-    def write(row: Array, token: Array, at: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(
-            row, token.astype(row.dtype), at, axis=row.ndim - after_length
-        )
+    def write(whole: Array, part: Array) -> Array:
+        part = part.astype(whole.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, place, whole.ndim + length)
 
-    return jax.vmap(write, in_axes=(rows, rows, 0), out_axes=rows)(whole, new, positions)
+    return jax.tree.map(write, before, token)
 
 
 def split_entry(entry: CacheEntry, mesh: AnyMesh) -> CacheEntry:
@@ -170,10 +243,14 @@ def split_entry(entry: CacheEntry, mesh: AnyMesh) -> CacheEntry:
     """
     split = {}
     for name, axes in entry.axes().items():
-        x = getattr(entry, name)
-        sharding = NamedSharding(mesh, _spec(x.shape, axes, mesh))
-        split[name] = jax.lax.with_sharding_constraint(x, sharding)
+        arrays = getattr(entry, name)  # one, or codes and scales
+        shardings = jax.tree.map(lambda x, axes=axes: _sharding(x, axes, mesh), arrays)
+        split[name] = jax.lax.with_sharding_constraint(arrays, shardings)
     return dataclasses.replace(entry, **split)
+
+
+def _sharding(x: Array, axes: tuple[str, ...], mesh: AnyMesh) -> NamedSharding:
+    return NamedSharding(mesh, _spec(x.shape, axes, mesh))
 
 
 def _spec(shape: tuple[int, ...], axes: tuple[str, ...], mesh: AnyMesh) -> P:

@@ -11,7 +11,8 @@ decode    tokens  [batch, 1]   ──▶ model ──▶ logits, arrays of this 
 ```
 
 Layers only read; the entries of all are written at once, in place. Rows may have different lengths:
-each has its own position. Layers with a sliding window also keep all tokens.
+each has its own position (`spmd.layers.cache_places`). Layers with a sliding window also keep all
+tokens.
 
 A mixer takes its place by `cache_slot`, reads `past` in decoding, and saves its arrays. Keys are
 saved of each token; a recurrent state is saved after the last one, and `token_mask` excludes the
@@ -44,17 +45,18 @@ from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import CacheError, ConfigError, Problem
-from spmd.layers.attention_options import AttentionOptions
-from spmd.layers.blockwise_attention import MASK_VALUE
 from spmd.layers.cache_entry import (
     CacheEntry,
     cached_array,
     check_dimensions,
+    decode_entry,
+    encode_entry,
     pad_entry,
+    prompt_shape,
     split_entry,
     update_entry,
 )
-from spmd.layers.soft_cap import soft_capped
+from spmd.layers.cache_places import CachePlaces
 from spmd.plan.context import current, override
 
 T = TypeVar("T")
@@ -69,11 +71,13 @@ class Cache:
     Attributes:
         entries: An entry for each `cache_slot`, in order; of a stack of layers, a tuple of the
             entries of one layer, with stacked arrays.
-        length: Tokens that fit, prompt and new ones.
+        length: Tokens of the longest text, prompt and new ones.
+        places: Places of tokens in the arrays of entries; None if no array is of tokens.
     """
 
     entries: tuple[Any, ...]
     length: int = dataclasses.field(metadata={"static": True})
+    places: CachePlaces | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -85,9 +89,9 @@ class KVCache(CacheEntry):
     value: Float[Array, "*layer batch length kv_heads dim"] = cached_array("batch length heads _")
 
 
-_TITLE = "The cache does not support this model:"
+TITLE = "The cache does not support this model:"
 _INVALID = "Invalid use of the cache:"
-_SEGMENTS = Problem("segments", "are given", fix="None: a row is one document")
+SEGMENTS = Problem("segments", "are given", fix="None: a row is one document")
 _SAME_CALLS = "call the same mixers in the same order"
 
 
@@ -123,7 +127,7 @@ class _Calls:
                 "does not control",
                 fix="run layers by run_layers, or in a Python loop",
             )
-            raise CacheError(_TITLE, [problem])
+            raise CacheError(TITLE, [problem])
         self._added[index] = entry
 
     def added(self) -> tuple[Any, ...]:
@@ -157,6 +161,7 @@ class _Trace:
         self.positions = positions
         self.lengths = lengths
         self.length = cache.length
+        self.places = cache.places
         # A stack; the last one is of the innermost traced function.
         self.calls = [_Calls(cache.entries)]
 
@@ -180,7 +185,12 @@ def _other_order(name: str) -> Problem:
 
 
 def prefill(
-    run: Callable[[], T], length: int, lengths: Int[Array, "batch"] | None = None
+    run: Callable[[], T],
+    length: int,
+    lengths: Int[Array, "batch"] | None = None,
+    *,
+    new_tokens: int | None = None,
+    in_int8: bool = False,
 ) -> tuple[T, Cache]:
     """Return `run()` of a model on prompts `[batch, seq]`, and its cache.
 
@@ -188,8 +198,12 @@ def prefill(
     outside of transformations.
 
     Args:
-        length: Tokens that the cache holds.
-        lengths: Tokens of each prompt without padding, for `token_mask`; None for all of them.
+        length: Tokens of the longest text, prompt and new ones.
+        lengths: Tokens of each prompt without padding; None for all of them.
+        new_tokens: Most calls of `decode`; None for as many as a text of `length` tokens has,
+            behind the shortest possible prompt.
+        in_int8: Whether the cache holds tokens in int8
+            (`spmd.layers.cache_entry.encode_entry`). Decoding reads them so; prefill does not.
 
     Raises:
         CacheError: The cache does not support the model.
@@ -204,11 +218,35 @@ def prefill(
     """
     trace = _Trace(Cache((), length), lengths=lengths)
     result, added = _trace(run, trace)
+    places = _places(added, length, lengths, new_tokens)
 
-    def pad(entry: CacheEntry) -> CacheEntry:
-        return pad_entry(entry, length)
+    def keep(entry: CacheEntry) -> CacheEntry:
+        if places is None:
+            return entry
+        padded = pad_entry(entry, places.count)
+        if in_int8:
+            return encode_entry(padded)
+        return padded
 
-    return result, _split(Cache(_map_entries(pad, added), length))
+    return result, _split(Cache(_map_entries(keep, added), length, places))
+
+
+def _places(
+    entries: Any, length: int, lengths: Array | None, new_tokens: int | None
+) -> CachePlaces | None:
+    """Return the places for prompts and new tokens, by the entries of a prefill."""
+    shapes = map(prompt_shape, jax.tree.leaves(entries, is_leaf=_is_entry))
+    shape = next(filter(None, shapes), None)
+    if shape is None:
+        return None
+    rows, prompt = shape
+    shortest = 1
+    if lengths is None:
+        lengths = jnp.full(rows, prompt, jnp.int32)
+        shortest = prompt
+    if new_tokens is None:
+        new_tokens = max(length - shortest, 0)
+    return CachePlaces(lengths, jnp.int32(0), prompt, prompt + new_tokens)
 
 
 def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -> tuple[T, Cache]:
@@ -222,12 +260,15 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     """
     with single_token():
         result, added = _trace(run, _Trace(cache, positions))
+    places = cache.places
+    place = places.next if places else jnp.int32(0)
 
     def update(past: CacheEntry, new: CacheEntry) -> CacheEntry:
-        return update_entry(past, new, positions)
+        return update_entry(past, new, place)
 
     entries = _map_entries(update, cache.entries, added)
-    return result, _split(Cache(entries, cache.length))
+    after = places.after_token() if places else None
+    return result, _split(Cache(entries, cache.length, after))
 
 
 def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, tuple[Any, ...]]:
@@ -238,12 +279,17 @@ def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, tuple[Any, ...]]:
     # JAX's caches have the trace as a key, and would keep these arrays alive.
     trace.positions = None
     trace.lengths = None
+    trace.places = None
     trace.calls = []
     return result, added
 
 
 def _map_entries(update: Callable[..., CacheEntry], *entries: Any) -> Any:
-    return jax.tree.map(update, *entries, is_leaf=lambda x: isinstance(x, CacheEntry))
+    return jax.tree.map(update, *entries, is_leaf=_is_entry)
+
+
+def _is_entry(x: Any) -> bool:
+    return isinstance(x, CacheEntry)
 
 
 def _split(cache: Cache) -> Cache:
@@ -266,7 +312,7 @@ def without_cache() -> contextlib.AbstractContextManager[None]:
 def require_one_document(segments: Array | None) -> None:
     """Raise `CacheError` if a cached call has documents."""
     if current().kv_cache is not None and segments is not None:
-        raise CacheError(_TITLE, [_SEGMENTS])
+        raise CacheError(TITLE, [SEGMENTS])
 
 
 def single_token() -> contextlib.AbstractContextManager[None]:
@@ -314,15 +360,30 @@ class CacheSlot(Generic[Entry]):
     """The place of one call of a mixer in the cache; outside of generation, of no effect.
 
     Attributes:
-        past: In decoding, the arrays of preceding tokens; otherwise None. Those with an axis
-            `length` have tokens at all positions before `positions`, and nothing of use behind.
+        stored: In decoding, the arrays of preceding tokens as the cache holds them; otherwise None.
         positions: In decoding, the position of each row's token, `[batch]`; otherwise None.
     """
 
-    past: Entry | None
+    stored: Entry | None
     positions: Int[Array, "batch"] | None
+    _places: CachePlaces | None = None
     _calls: _Calls | None = None
     _index: int = 0
+
+    @property
+    def past(self) -> Entry | None:
+        """The arrays of preceding tokens, decoded, in decoding; otherwise None."""
+        if self.stored is None:
+            return None
+        return decode_entry(self.stored)
+
+    def past_positions(self) -> Int[Array, "batch length"]:
+        """Return the positions of the tokens in arrays of `past` with an axis `length`.
+
+        An element whose position is not below `positions` is no token.
+        """
+        assert self._places is not None, "the mixer decodes, and saves an array of tokens"
+        return self._places.positions()
 
     def save(self, entry: Entry) -> None:
         """Save the arrays of this call, once.
@@ -367,85 +428,7 @@ def cache_slot(mixer: str, kind: type[Entry]) -> CacheSlot[Entry]:
     if past is not None and not isinstance(past, kind):
         raise ConfigError(_INVALID, [_other_order(mixer)])
     calls = trace.calls[-1]
-    return CacheSlot(past, trace.positions, calls, calls.reserve(mixer))
-
-
-def cached_attention(
-    query: Float[Array, "batch seq heads dim"],
-    key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads value_dim"],
-    segments: Array | None,
-    options: AttentionOptions,
-    sinks: Float[Array, "heads"] | None = None,
-) -> Float[Array, "batch 1 heads value_dim"] | None:
-    """Return the attention of a decoded token; None outside of decoding.
-
-    In prefill and decoding, the keys and values are added to the cache.
-    """
-    trace = current().kv_cache
-    if trace is None:
-        return None
-    problems = []
-    if segments is not None:
-        problems.append(_SEGMENTS)
-    if not options.causal:
-        fix = "True: tokens are generated from first to last"
-        problems.append(Problem("causal", "is False", fix=fix))
-    if problems:
-        raise CacheError(_TITLE, problems)
-    slot = cache_slot("attend", KVCache)
-    own = KVCache(key, value)
-    slot.save(own)
-    past = slot.past
-    if past is None:
-        return None
-    return _attend(query, own, past, trace.positions, options, sinks)
-
-
-def _attend(
-    query: Array,
-    own: KVCache,
-    past: KVCache,
-    positions: Array,
-    options: AttentionOptions,
-    sinks: Array | None,
-) -> Array:
-    """Attend from one token of each row to itself and cached tokens, with a softmax in float32."""
-    batch, _, heads, dim = query.shape
-    grouped = query.reshape(batch, own.key.shape[2], -1, dim)
-    cached = jnp.arange(past.key.shape[1])[None]
-    mask = cached < positions[:, None]
-    if options.window is not None:
-        mask = mask & (cached > positions[:, None] - options.window)
-    if options.chunk is not None:
-        first = positions - positions % options.chunk
-        mask = mask & (cached >= first[:, None])
-
-    scale = options.scale or dim**-0.5
-
-    def scores(form: str, key: Array) -> Array:
-        products = jnp.einsum(form, grouped, key, preferred_element_type=jnp.float32)
-        return soft_capped(products * scale, options.soft_cap)
-
-    mask = mask[:, None, None]  # [batch, 1, 1, cached]
-    before = jnp.where(mask, scores("bhgd,blhd->bhgl", past.key), MASK_VALUE)
-    itself = scores("bhgd,bkhd->bhgk", own.key)
-    largest = jnp.maximum(before.max(axis=-1, keepdims=True), itself)
-    if sinks is not None:
-        sinks = sinks.reshape(1, *grouped.shape[1:3], 1)
-        largest = jnp.maximum(largest, sinks)
-    before = jnp.exp(before - largest)
-    itself = jnp.exp(itself - largest)
-    weights = before.astype(past.value.dtype)
-    form = "bhgl,blhd->bhgd"
-    out = jnp.einsum(form, weights, past.value, preferred_element_type=jnp.float32)
-    out = out + itself * own.value.astype(jnp.float32).swapaxes(1, 2)
-    total = before.sum(axis=-1, keepdims=True) + itself
-    if sinks is not None:
-        total = total + jnp.exp(sinks - largest)
-    out = out / total
-    out = out.reshape(batch, 1, heads, -1)
-    return out.astype(query.dtype)
+    return CacheSlot(past, trace.positions, trace.places, calls, calls.reserve(mixer))
 
 
 Layer = Callable[..., Any]

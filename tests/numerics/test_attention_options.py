@@ -254,7 +254,8 @@ def decoded(options, bug, tokens=12):
 
     @jax.jit
     def run():
-        _, cache = prefill(lambda: call([x[:, :9] for x in (query, key, value)]), 32)
+        prompts = [x[:, :9] for x in (query, key, value)]
+        _, cache = prefill(lambda: call(prompts), 32, lengths)
         _, outputs = jax.lax.scan(step, cache, jnp.arange(tokens))
         at = lengths[:, None] + jnp.arange(tokens)[None]
         return jnp.moveaxis(outputs, 0, 1), call((query, key, value))[rows[:, None], at]

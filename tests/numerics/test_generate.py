@@ -210,8 +210,8 @@ def test_stages_pass_on_the_stream_and_nothing_else(name):
     ids, lengths = made._batch(PROMPTS)
     key = jax.random.key(0)
     model = made.load(where.params, where.variables).arrays
-    token, position, kept = made._prefill(model, ids, lengths, key, length=WINDOW)
-    assert all(array.sharding.spec[0] == "pipe" for array in jax.tree.leaves(kept))
+    token, position, kept = made._prefill(model, ids, lengths, key, room=made._room(5, TOKENS))
+    assert all(array.sharding.spec[0] == "pipe" for array in jax.tree.leaves(kept.entries))
     text = made._decode.lower(model, kept, token, position, key).compile().as_text()
     assert "collective-permute" in text
     gathered = [

@@ -67,11 +67,12 @@ def logits_of(model, params, variables, ids):
 plain = jax.jit(logits_of, static_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def step_by_step(model, shift, params, variables, tokens):
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="in_int8")
+def step_by_step(model, shift, params, variables, tokens, in_int8=False):
     """Logits of each row's last prompt token and of the tokens that follow; `shift` puts them in the wrong place."""
     padded = jnp.where(jnp.arange(SEQ)[None] < LENGTHS[:, None], tokens, 0)[:, : LENGTHS.max()]
-    logits, cache = prefill(lambda: logits_of(model, params, variables, padded), ROOM)
+    run = functools.partial(logits_of, model, params, variables, padded)
+    logits, cache = prefill(run, ROOM, jnp.asarray(LENGTHS), in_int8=in_int8)
     rows = jnp.arange(len(LENGTHS))
 
     def one(cache, at):

@@ -118,7 +118,8 @@ def test_decoding_with_latents_gives_the_logits_without_a_cache(name):
     tokens = np.random.default_rng(0).integers(0, 64, (2, 24), dtype=np.int32)
     whole = np.asarray(jax.jit(model(config).apply)(arrays, tokens))
     lengths = jnp.array([5, 9])
-    _, cache = prefill(lambda: model(config).apply(arrays, tokens[:, :9]), 24, lengths)
+    prompts = tokens[:, :9]
+    _, cache = prefill(lambda: model(config).apply(arrays, prompts), 24, lengths, new_tokens=15)
     ((entry,),) = cache.entries[0]
     assert (entry.latent.shape, entry.key.shape) == ((2, 2, 24, 16), (2, 2, 24, 4))
 

@@ -114,7 +114,7 @@ class Latent(nnx.Module):
         mask = jnp.tril(jnp.ones((seq, seq), bool))[None]
         if slot.past is not None:
             seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), slot.past, own)
-            before = jnp.arange(slot.past.latent.shape[1])[None] < slot.positions[:, None]
+            before = slot.past_positions() < slot.positions[:, None]
             mask = jnp.pad(before, ((0, 0), (0, 1)), constant_values=True)[:, None]
         scores = jnp.einsum("bqk,blk->bql", x @ self.query[...], seen.latent)
         scores = scores + jnp.einsum("bqk,blk->bql", place, seen.place)
@@ -315,17 +315,21 @@ def test_the_length_of_a_cache_of_states_is_known():
 
 
 def test_an_axis_of_rows_may_be_anywhere():
-    """A token is written at the position of its row, on whichever side of the rows the tokens are."""
+    """A token is written behind the prompts, on whichever side of the rows the tokens are; then the next one."""
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
     class Turned(CacheEntry):
         x: Array = cached_array("_ length batch")
 
-    _, cache = prefill(lambda: save(Turned(jnp.zeros((2, 3, 2)))), 5)
-    _, cache = decode(lambda: save(Turned(jnp.ones((2, 1, 2)))), cache, jnp.array([1, 4]))
-    expected = np.zeros((2, 5, 2))
-    expected[:, [1, 4], [0, 1]] = 1
+    lengths = jnp.array([1, 3])
+    prompts = Turned(jnp.zeros((2, 3, 2)))
+    _, cache = prefill(lambda: save(prompts), 5, lengths, new_tokens=3)
+    for number in (1, 2):
+        token = Turned(jnp.full((2, 1, 2), number))
+        _, cache = decode(functools.partial(save, token), cache, lengths + number)
+    expected = np.zeros((2, 6, 2))
+    expected[:, 3], expected[:, 4] = 1, 2
     np.testing.assert_array_equal(cache.entries[0].x, expected)
 
 
