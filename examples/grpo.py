@@ -4,8 +4,8 @@
 
 The model continues a prompt eight times. The reward of an answer, a function in Python, is its share of
 lower-case letters. Each step raises the probability of answers better than the others of their prompt.
-Answers are written under the plan of the training, with the parameters where they are: nothing moves
-between the two.
+Answers are written with whole parameters, which a token reads faster than shards over `fsdp`: a second plan, of
+the same mesh with `zero=0`, says so, and parameters are gathered into it once a step, on the devices.
 """
 
 import argparse
@@ -63,7 +63,8 @@ def main() -> None:
     mesh = spmd.make_mesh(data=-1, fsdp=2, tensor=2)
     plan = spmd.make_plan(mesh, LLAMA, model, optax.adam(3e-3))
     step = spmd.make_train_step(plan, policy_loss(model, PolicyConfig(clip=0.2)))
-    generator = Generator(plan, SEQUENCE, Sampling(1.0, 0, 1.0))
+    whole = spmd.make_plan(mesh, LLAMA, model, optax.identity(), zero=0)
+    generator = Generator(whole, SEQUENCE, Sampling(1.0, 0, 1.0))
     state = step.init_state(seed=0)
     print(plan)
 

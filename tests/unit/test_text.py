@@ -6,7 +6,7 @@ import pytest
 
 from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
 from spmd.generate.sampling import Sampling
-from spmd.generate.text import IncrementalDetokenizer, make_generator
+from spmd.generate.text import IncrementalDetokenizer, TextUpToStop, make_generator, stop_problems
 from tests.unit.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"
@@ -91,3 +91,43 @@ def test_bytes_that_are_no_text_hold_nothing_back_for_long():
     assert "".join(pieces) == ByteTokenizer().decode(ids)
     assert "".join(pieces[:9]) == "\ufffd" * 6
     assert pieces[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces"),
+    [
+        ([], ["a", "\n", "b", "\n", "\n", "c"]),
+        (["\n\n"], ["a", "", "\nb", "", ""]),  # the first newline is held back
+        (["\nb", "\n\n"], ["a", "", ""]),  # the first of them that comes
+        (["c"], ["a", "\n", "b", "\n", "\n", ""]),
+        (["\n\nd", "nothing"], ["a", "", "\nb", "", "", "\n\nc"]),  # a beginning that was none
+    ],
+)
+def test_a_text_ends_before_a_stop_string(stops, pieces):
+    """No part of it is returned, and a beginning of it only when it is known to be none."""
+    text = TextUpToStop(ByteTokenizer(), [], stops=stops)
+    found = []
+    for token in b"a\nb\n\nc":
+        if not text.has_ended:
+            found.append(text.add(token))
+    assert found == pieces
+    assert text.has_ended == (stops not in ([], ["\n\nd", "nothing"]))
+    assert text.add(ord("x")) == ("" if text.has_ended else "x")
+
+
+def test_the_end_releases_what_was_held_back():
+    """At an end token, at the end of a row, and where no token is left; a skipped token has no text."""
+    for last in ([0], [-1], []):
+        text = TextUpToStop(ByteTokenizer(), [], ends=(0,), stops=["--"], skipped=(7,))
+        pieces = [text.add(token) for token in [*b"a-", 7, *last]]
+        pieces.append(text.finish())
+        assert "".join(pieces) == "a-"
+        assert text.has_ended
+        assert text.finish() == ""
+
+
+def test_an_empty_stop_string_is_a_problem():
+    """The others are none."""
+    assert stop_problems(["a", "\n"]) == []
+    (problem,) = stop_problems(["a", ""])
+    assert "is empty" in problem.what
