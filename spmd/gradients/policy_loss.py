@@ -24,7 +24,7 @@ from spmd.gradients.losses import (
     token_inputs,
     token_losses,
 )
-from spmd.layers.lm_head import CHUNK
+from spmd.layers.lm_head import CHUNK, at_temperature
 from spmd.model_interface.model import Model, Outputs
 
 Mean = Literal["answers", "tokens"]
@@ -40,6 +40,7 @@ class PolicyConfig:
         clip_high: ε′: a ratio counts up to 1 + ε′; 0 for ε.
         kl: β: weight of the divergence from the reference model.
         mean: `"answers"`: over the tokens of each answer, then over answers; `"tokens"`: over all.
+        temperature: Of the probabilities, also of those in a batch: that of the sampling.
 
     Raises:
         ConfigError: A value is out of range.
@@ -49,6 +50,7 @@ class PolicyConfig:
     clip_high: float = 0.0
     kl: float = 0.0
     mean: Mean = "answers"
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         rules: dict[str, str | tuple[str, ...]] = {
@@ -56,6 +58,7 @@ class PolicyConfig:
             "clip_high": "at least 0",
             "kl": "at least 0",
             "mean": ("answers", "tokens"),
+            "temperature": "above 0",
         }
         problems = check_fields(self, rules)
         if problems:
@@ -97,7 +100,8 @@ def _policy_sums(outputs: Outputs, batch: Any, *, config: PolicyConfig, chunk: i
     """Return loss and metrics as weighted sums, over answers or over tokens."""
     check_answers(outputs, chunk)
     targets, weights, advantages = take_arrays(batch, "targets", "weights", "advantages")
-    losses, _ = token_losses(outputs.logits, targets, chunk=chunk)
+    logits = at_temperature(outputs.logits, config.temperature)
+    losses, _ = token_losses(logits, targets, chunk=chunk)
     log_probs = -losses
     old = jax.lax.stop_gradient(log_probs)
     if "old_log_probs" in batch:

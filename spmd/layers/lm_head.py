@@ -172,6 +172,29 @@ class _Layout:
         return tuple(axis for axis in self.token_axes if axis not in self.vocabulary)
 
 
+def at_temperature(logits: Array | LazyLogits, temperature: float) -> Array | LazyLogits:
+    """Return logits divided by a temperature.
+
+    Of lazy ones, the inputs of the head are divided: with the cap c, c/T · tanh(z/c) is a cap c/T of
+    z/T.
+
+    Example:
+        >>> head = LazyLogits(jnp.ones((1, 1, 4)), jnp.ones((4, 2)), soft_cap=3.0)
+        >>> round(float(materialize(at_temperature(head, 2.0))[0, 0, 0]), 4)  # 3 tanh(4/3) / 2
+        1.3051
+    """
+    if temperature == 1:
+        return logits
+    if not isinstance(logits, LazyLogits):
+        return logits / temperature
+    soft_cap, bias = logits.soft_cap, logits.bias
+    if soft_cap is not None:
+        soft_cap = soft_cap / temperature
+    if bias is not None:
+        bias = bias / temperature
+    return dataclasses.replace(logits, x=logits.x / temperature, soft_cap=soft_cap, bias=bias)
+
+
 def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
     """Return the logits in float32, for a few tokens, as in sampling.
 

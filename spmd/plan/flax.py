@@ -786,8 +786,9 @@ def _check_call(
             f"{kind.__name__}.{name}",
             f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: "
             f"{error}",
-            fix="give the arguments to model.apply or model.forward; those of a mode once: "
-            'train={"deterministic": False}, evaluate={…}',
+            fix="give the arguments to model.apply or model.forward (the losses of tokens give a "
+            "batch with documents as tokens and segments: the module needs a second parameter); "
+            'those of a mode once: train={"deterministic": False}, evaluate={…}',
         )
         raise ConfigError(_NO_CALL, [problem]) from None
     return run

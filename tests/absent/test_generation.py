@@ -7,6 +7,7 @@ import pytest
 from spmd.analysis.topology import missing_extra, parse_topology
 from tests.programs import run_script
 
+pytestmark = pytest.mark.soak
 # a cache larger than the on-chip memory
 ROWS, PROMPT, ROOM, LAYERS = 32, 32, 4096, 4
 COMPILE = f"""

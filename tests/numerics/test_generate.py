@@ -121,7 +121,7 @@ def test_greedy_is_the_likeliest_token_each_time(name):
         pytest.param("replicated-kv", {"tensor": 4}, marks=pytest.mark.soak),
         pytest.param("llama", {"pipe": 2, "sequence": 2, "tensor": 2}, marks=pytest.mark.soak),
         pytest.param("sequence-parallel", {"tensor": 2}, marks=pytest.mark.soak),
-        ("mixtral", {"expert": 2}),
+        pytest.param("mixtral", {"expert": 2}, marks=pytest.mark.soak),
         pytest.param("mixtral", {"sequence": 2, "expert": 2, "fsdp": 2}, marks=pytest.mark.soak),
         pytest.param("gemma2", {"pipe": 2}, marks=pytest.mark.soak),
     ],

@@ -26,6 +26,7 @@ from spmd.training.state import init_state
 from tests import tiny
 from tests.numerics.test_kv_cache import CONFIGS, LENGTHS, ROOM, SEQ, logits_of, made, step_by_step
 from tests.numerics.test_mixer_caches import MASKED, Toy
+from tests.tiers import soak_but
 
 LAYERS = 3
 GREEDY = Sampling(temperature=0.0)
@@ -90,7 +91,10 @@ def test_a_token_reads_each_layer_in_the_dtype_of_its_use():
     assert texts(as_trained) == texts(model)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"tensor": 2, "data": 2}], ids=str)
+ELSEWHERE = [{"fsdp": 4}, {"tensor": 2, "data": 2}]
+
+
+@pytest.mark.parametrize("sizes", soak_but(ELSEWHERE, ELSEWHERE[1]), ids=str)
 def test_parameters_move_from_the_training_to_another_layout(sizes):
     """Of the same devices; the text is that of the training's layout."""
     plan, params = trained()

@@ -41,7 +41,8 @@ BATCH = make_batch()
 
 def by_hand(params: Any, batch: dict[str, np.ndarray], config: PolicyConfig) -> jax.Array:
     """The mean loss, token by token, from whole logits."""
-    logits = jax.nn.log_softmax(tiny.model().apply(params, batch["tokens"]))
+    logits = tiny.model().apply(params, batch["tokens"]) / config.temperature
+    logits = jax.nn.log_softmax(logits)
     found = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
     ratio = jnp.exp(found - batch["old_log_probs"])
     gain = batch["advantages"][:, None]
@@ -54,7 +55,10 @@ def by_hand(params: Any, batch: dict[str, np.ndarray], config: PolicyConfig) -> 
     return (losses.sum(axis=1) / batch["weights"].sum(axis=1)).mean()
 
 
-CONFIGS = [PolicyConfig(0.3, 0.4, kl=0.05), PolicyConfig(0.5, mean="tokens")]
+CONFIGS = [
+    PolicyConfig(0.3, 0.4, kl=0.05, temperature=0.7),
+    PolicyConfig(0.5, mean="tokens"),
+]
 
 
 @pytest.mark.parametrize("config", soak_but(CONFIGS, CONFIGS[0]), ids=lambda each: each.mean)

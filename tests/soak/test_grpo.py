@@ -24,7 +24,10 @@ pytestmark = [
 CONFIG = dataclasses.replace(tiny.CONFIG, vocab=VOCAB, layers=2)
 STEPS, RATE, PROMPT, NEW = 10, 1e-2, 6, 10
 FORMS = {
-    "grpo": (PolicyConfig(0.2, 0.3, kl=0.05), {"loss_type": "grpo", "beta": 0.05}),
+    "grpo": (
+        PolicyConfig(0.2, 0.3, kl=0.05, temperature=0.7),
+        {"loss_type": "grpo", "beta": 0.05, "temperature": 0.7},
+    ),
     "bnpo": (PolicyConfig(0.2, 0.3, mean="tokens"), {"loss_type": "bnpo", "beta": 0.0}),
 }
 
