@@ -104,9 +104,13 @@ def prepare_arrays(
 def _prepared(array: Any, sharding: NamedSharding, form: ArrayForm) -> Any:
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
         array = _moved(array, form.dtype, sharding)
-    if form.is_split:
-        return split_layers(array, form.dtype, sharding)
-    return _cast(array, form.dtype)
+    if not form.is_split:
+        return _cast(array, form.dtype)
+    of_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    layers = []
+    for number in range(array.shape[0]):
+        layers.append(_take_layer(array, number, form.dtype, of_layer))
+    return tuple(layers)
 
 
 def _moved(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
@@ -127,11 +131,10 @@ def reshard(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(_cast(array, dtype), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def split_layers(array: jax.Array, dtype: Any, sharding: NamedSharding) -> tuple[jax.Array, ...]:
-    """Return the layers of a stack in a dtype, each sharded as the stack is."""
-    layers = []
-    of_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-    for layer in _cast(array, dtype):
-        layers.append(jax.lax.with_sharding_constraint(layer, of_layer))
-    return tuple(layers)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _take_layer(
+    stack: jax.Array, number: jax.Array, dtype: Any, sharding: NamedSharding
+) -> jax.Array:
+    """Return a layer of a stack in a dtype; one program for all layers."""
+    layer = jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+    return jax.lax.with_sharding_constraint(_cast(layer, dtype), sharding)

@@ -35,7 +35,7 @@ def scanned_inputs(jaxpr: Jaxpr | ClosedJaxpr) -> list[bool]:
             continue
         stacks = _stacks(equation)
         scanned |= _origins_of(stacks, origins)
-        others |= _origins_of(set(_variables(equation.invars)) - stacks, origins)
+        others |= _origins_of(_variables(equation.invars) - stacks, origins)
     return [variable in scanned - others for variable in jaxpr.invars]
 
 
@@ -46,8 +46,7 @@ def unroll_scans(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> ClosedJaxpr:
     compiler removes both.
     """
     origins = _origins(jaxpr.jaxpr)
-    variables = jaxpr.jaxpr.invars
-    marked = {each for each, is_marked in zip(variables, inputs, strict=True) if is_marked}
+    marked = set(itertools.compress(jaxpr.jaxpr.invars, inputs))
     equations = []
     for equation in jaxpr.jaxpr.eqns:
         if not marked.isdisjoint(_origins_of(_stacks(equation), origins)):
@@ -59,7 +58,7 @@ def unroll_scans(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> ClosedJaxpr:
 
 def _origins(jaxpr: Jaxpr) -> dict[Any, Any]:
     """Return variable → the input that it is, cast or constrained."""
-    origins = {variable: variable for variable in jaxpr.invars}
+    origins = dict(zip(jaxpr.invars, jaxpr.invars, strict=True))
     for equation in jaxpr.eqns:
         if not _is_forwarded(equation):
             continue
@@ -78,7 +77,11 @@ def _is_forwarded(equation: JaxprEqn) -> bool:
 
 
 def _origins_of(atoms: Iterable[Any], origins: Mapping[Any, Any]) -> set[Any]:
-    return {origins[variable] for variable in _variables(atoms) if variable in origins}
+    found = set[Any]()
+    for variable in _variables(atoms):
+        if variable in origins:
+            found.add(origins[variable])
+    return found
 
 
 def _stacks(equation: JaxprEqn) -> set[Any]:
@@ -88,9 +91,10 @@ def _stacks(equation: JaxprEqn) -> set[Any]:
     found = set[Any]()
     whole = set[Any]()
     for atom, is_stacked in zip(equation.invars, stacked_operands(equation), strict=True):
-        (found if is_stacked else whole).update(_variables([atom]))
+        group = found if is_stacked else whole
+        group |= _variables([atom])
     return found - whole
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
