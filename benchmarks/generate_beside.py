@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import torch
+import transformers
 
 from spmd.generate.generator import Generator, LoadedModel
 from spmd.generate.sampling import Sampling
@@ -41,9 +43,6 @@ _PRECISIONS = {"float32": "float32", "bfloat16": "bf16"}
 
 def write_theirs(folder: Path, layers: int, dtype: str) -> Any:
     """Write a random Llama of TinyLlama's shape, and return it."""
-    import torch
-    import transformers
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -99,8 +98,6 @@ def matmuls(model: LoadedModel, batch: int) -> Callable[[], float]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return tokens per second of each, and the ratios."""
-    import torch
-
     with tempfile.TemporaryDirectory() as folder:
         theirs = write_theirs(Path(folder), args.layers, args.dtype)
         ours = load_ours(Path(folder), args)

@@ -108,13 +108,11 @@ class Generator:
         lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
         key = abstract_key()
         prefill_prompts = functools.partial(self._prefill_prompts, room=room)
-        inputs = (params, variables, ids, lengths, key)
-        first, (token, position, carry) = jax.make_jaxpr(prefill_prompts, return_shape=True)(
-            *inputs
-        )
-        inputs = (params, variables, carry, token, position, key)
-        after = jax.make_jaxpr(self._decode_token)(*inputs)
-        return array_forms([first, after], count)
+        trace = jax.make_jaxpr(prefill_prompts, return_shape=True)
+        first, (token, position, carry) = trace(params, variables, ids, lengths, key)
+        inputs = (carry, token, position, key)
+        after = jax.make_jaxpr(self._decode_token)(params, variables, *inputs)
+        return tuple(array_forms([first, after], count))
 
     def _steps(
         self, model: ModelArrays, prompts: Sequence[Tokens], tokens: int, seed: int

@@ -1,4 +1,4 @@
-"""Parameters and variables in the form in which generation reads them, once for each token.
+"""Parameters and variables in the form of generation, which reads all of them for each token.
 
 Reading them takes most of the time of a token, so each array is prepared once:
 
@@ -43,7 +43,7 @@ class ArrayForm:
 
 
 def array_forms(programs: Sequence[ClosedJaxpr], count: int) -> list[ArrayForm]:
-    """Return the form that all programs allow for each of their first `count` inputs."""
+    """Return a form for each of the first `count` inputs, allowed by all programs."""
     forms = []
     scanned = [scanned_inputs(program) for program in programs]
     traced = [read_program(program) for program in programs]
@@ -60,7 +60,7 @@ def array_forms(programs: Sequence[ClosedJaxpr], count: int) -> list[ArrayForm]:
 )
 @dataclasses.dataclass(frozen=True)
 class ModelArrays:
-    """Parameters and variables of a model as programs read them.
+    """Parameters and variables of a model, as programs read them.
 
     Attributes:
         arrays: An array, or a tuple of those of each layer, for each leaf of `(params, variables)`.
@@ -102,6 +102,8 @@ def prepare_arrays(
 
 
 def _prepared(array: Any, sharding: NamedSharding, form: ArrayForm) -> Any:
+    if not isinstance(array, jax.Array):
+        array = jax.device_put(array, sharding)
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
         array = _moved(array, form.dtype, sharding)
     if not form.is_split:
@@ -115,10 +117,12 @@ def _prepared(array: Any, sharding: NamedSharding, form: ArrayForm) -> Any:
 
 def _moved(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array in another sharding over the same devices; narrower, before it is sent."""
-    before = list(array.sharding.mesh.devices.flat)
-    if before != list(sharding.mesh.devices.flat):  # a program takes devices in one order
-        return jax.device_put(_cast(array, dtype), sharding)
-    return reshard(array, dtype, sharding)
+    given = array.sharding
+    devices = list(sharding.mesh.devices.flat)
+    # A program takes its devices in one order.
+    if isinstance(given, NamedSharding) and list(given.mesh.devices.flat) == devices:
+        return reshard(array, dtype, sharding)
+    return jax.device_put(_cast(array, dtype), sharding)
 
 
 def _cast(array: jax.Array, dtype: Any) -> jax.Array:

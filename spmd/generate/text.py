@@ -115,7 +115,7 @@ class TextUpToStop:
         return text
 
     def _release(self, text: str, *, is_last: bool) -> str:
-        """Return the part of the text at hand that is certain, and hold the rest back."""
+        """Return the certain part of the text at hand, and hold the rest back."""
         text = self._held + text
         places = [text.find(stop) for stop in self._stops if stop in text]
         if places:
@@ -153,7 +153,7 @@ def make_generator(
 
 
 def load_state(generator: Generator, state: AnyState) -> LoadedModel:
-    """Load a model's state, or the parameters of a training run that are to be evaluated."""
+    """Load a model's state, or the parameters to evaluate of a training run."""
     if not isinstance(state, ModelState):
         state = ModelState(evaluated_params(generator.plan, state), state.variables)
     return generator.load(state.params, state.variables)

@@ -176,7 +176,7 @@ def _encoded(x: Array, axes: tuple[str, ...]) -> Array | CodedArray:
 
 
 def _shared_dims(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the dimensions, from the end, whose elements share a scale."""
+    """Return the dimensions of elements with a common scale, from the end."""
     if "length" not in axes:
         return ()
     shared = []

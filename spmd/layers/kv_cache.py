@@ -373,9 +373,10 @@ class CacheSlot(Generic[Entry]):
     @property
     def past(self) -> Entry | None:
         """The arrays of preceding tokens, decoded, in decoding; otherwise None."""
-        if self.stored is None:
-            return None
-        return decode_entry(self.stored)
+        past: Any = self.stored
+        if past is not None:
+            past = decode_entry(past)
+        return past
 
     def past_positions(self) -> Int[Array, "batch length"]:
         """Return the positions of the tokens in arrays of `past` with an axis `length`.
