@@ -18,7 +18,6 @@ from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import (
     generate_texts,
-    load_state,
     make_generator,
     stop_problems,
     stream_text,
@@ -90,8 +89,7 @@ def run_generate(arguments: list[str]) -> int:
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
         restored = restore_model(checkpoints, command.step, plan, trained=command.trained)
-        model = load_state(generator, restored)
-        del restored  # the loaded model has arrays of its own
+        model = generator.load(restored.params, restored.variables, donate=True)
     if generator.whole_window:
         print(
             f"spmd: each token takes the whole window: {generator.whole_window}",

@@ -61,15 +61,20 @@ class Generator:
     cache_in_int8: bool = False
     """Hold the tokens of the cache in int8, with a scale for each token and head."""
 
-    def load(self, params: Any, variables: Any) -> "LoadedModel":
+    def load(self, params: Any, variables: Any, *, donate: bool = False) -> "LoadedModel":
         """Bring a model's arrays into the form of generation (`spmd.generate.model_arrays`).
 
-        The result holds a copy of the arrays whose form changes.
+        The result holds copies of the arrays whose form changes, and the others themselves: it
+        cannot be used after a step that donates them.
+
+        Args:
+            donate: Whether to delete each array of which there is a copy.
         """
         if self.cache_in_int8:
             self._check_int8()
         forms = self._forms(params, variables)
-        return LoadedModel(self, prepare_arrays(self.plan, params, variables, forms))
+        arrays = prepare_arrays(self.plan, params, variables, forms, donate=donate)
+        return LoadedModel(self, arrays)
 
     def write(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
@@ -88,9 +93,11 @@ class Generator:
     def _forms(self, params: Any, variables: Any) -> tuple[ArrayForm, ...]:
         """Return the form of each leaf of `(params, variables)`."""
         leaves, structure = jax.tree.flatten((params, variables))
-        arrays = tuple((x.shape, x.dtype) for x in leaves)
+        # Of the same arrays on the plan's devices, wherever these are.
+        arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         known = self._known_forms
         if (structure, arrays) not in known:
+            params, variables = jax.tree.unflatten(structure, arrays)
             known[structure, arrays] = self._find_forms(params, variables, len(leaves))
         return known[structure, arrays]
 
@@ -354,6 +361,10 @@ class LoadedModel:
         one.
         """
         check_window(prompts, tokens, self.generator.window)
+        if self.arrays.is_deleted:
+            what = "has an array that was deleted, as by a training step that donates its state"
+            fix = "load the model again, from the state that the step returned"
+            raise ConfigError("Nothing can be generated:", [Problem("the model", what, fix=fix)])
         return self.generator._steps(self.arrays, prompts, tokens, seed)
 
 

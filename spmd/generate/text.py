@@ -1,9 +1,10 @@
 """Text from prompts, streamed or all at once, and from token ids one by one."""
 
 from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 from spmd.data.tokenizer import Tokenizer
-from spmd.errors import Problem
+from spmd.errors import ConfigError, Problem
 from spmd.generate.generator import ENDED, Generator, LoadedModel, Tokens
 from spmd.generate.sampling import Sampling
 from spmd.plan.plan import ShardingPlan
@@ -86,9 +87,15 @@ class TextUpToStop:
 
         Args:
             ends: Tokens that end the row.
-            stops: Strings that end the text; none is empty.
+            stops: Strings that end the text.
             skipped: Tokens without a text.
+
+        Raises:
+            ConfigError: A stop string is empty, or there is one string in place of a sequence.
         """
+        problems = stop_problems(stops)
+        if problems:
+            raise ConfigError("No text can be generated:", problems)
         self._detokenizer = IncrementalDetokenizer(tokenizer, ids)
         self._ends = ends
         self._stops = stops
@@ -137,8 +144,11 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def stop_problems(stops: Sequence[str]) -> list[Problem]:
-    """Return the problem of an empty stop string, if there is one."""
+def stop_problems(stops: Any) -> list[Problem]:
+    """Return the problem of stop strings, if they have one."""
+    if isinstance(stops, str):
+        what = f"is one string, {stops!r}, and would be read as its letters"
+        return [Problem("stop", what, fix=f"a sequence of strings: [{stops!r}]")]
     if "" not in stops:
         return []
     fix = "name the text to stop at, such as $'\\n\\n' in bash"
@@ -152,10 +162,14 @@ def make_generator(
     return Generator(plan, window, sampling, tokenizer.ends)
 
 
-def load_state(generator: Generator, state: AnyState) -> LoadedModel:
-    """Load a model's state, or the parameters to evaluate of a training run."""
+def load_state(generator: Generator, state: AnyState, plan: ShardingPlan) -> LoadedModel:
+    """Load a model's state, or the parameters to evaluate of a training run.
+
+    Args:
+        plan: Of the training; that of the generator may be another one.
+    """
     if not isinstance(state, ModelState):
-        state = ModelState(evaluated_params(generator.plan, state), state.variables)
+        state = ModelState(evaluated_params(plan, state), state.variables)
     return generator.load(state.params, state.variables)
 
 

@@ -85,12 +85,19 @@ def split_products(
     return narrow, wide
 
 
-def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
-    """Return the narrower dtype of an input in all of its uses; None if they do not all cast it."""
+def used_dtype(
+    program: TracedProgram, number: int, *, differentiated: bool = True
+) -> jnp.dtype | None:
+    """Return the narrower dtype of an input in all of its uses; None if they do not all cast it.
+
+    Args:
+        differentiated: Whether the program is to be differentiated. The rules of a custom derivative
+            may then use an operand in another dtype than the function does.
+    """
     value = program.inputs[number]
     if not value.is_float:
         return None
-    found = _used_dtypes(program, value)
+    found = _used_dtypes(program, value, differentiated)
     if len(found) != 1:
         return None
     (dtype,) = found
@@ -101,27 +108,31 @@ def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
     return dtype
 
 
-def _used_dtypes(program: TracedProgram, value: TracedValue) -> set[jnp.dtype | None]:
+def _used_dtypes(
+    program: TracedProgram, value: TracedValue, differentiated: bool
+) -> set[jnp.dtype | None]:
     """Return the dtypes to which a program casts a value; None is one for any other use."""
     found = set[jnp.dtype | None]()
     if value in program.outputs:
         found.add(None)
-    for operation in program.operations:
-        if value not in operation.inputs:
-            continue
-        if operation.primitive == "convert_element_type":
+    for operation in program.uses.get(value, ()):
+        if differentiated and any(map(has_own_rules, operation.equations[1:])):
+            found.add(None)
+        elif operation.primitive == "convert_element_type":
             found.add(jnp.dtype(operation.params["new_dtype"]))
         elif operation.primitive in _FORMS and operation.inputs == [value]:
             for moved in operation.outputs:
-                found |= _used_dtypes(program, moved)
+                found |= _used_dtypes(program, moved, differentiated)
         elif operation.primitive in ("scan", "shard_map"):
-            found |= _dtypes_in_body(operation, value)
+            found |= _dtypes_in_body(operation, value, differentiated)
         else:
             found.add(None)
     return found
 
 
-def _dtypes_in_body(around: Operation, value: TracedValue) -> set[jnp.dtype | None]:
+def _dtypes_in_body(
+    around: Operation, value: TracedValue, differentiated: bool
+) -> set[jnp.dtype | None]:
     """Return the dtypes to which the body of a loop or a manual region casts an operand.
 
     Of a stack, they are those of its slices.
@@ -131,7 +142,7 @@ def _dtypes_in_body(around: Operation, value: TracedValue) -> set[jnp.dtype | No
     found = set[jnp.dtype | None]()
     for operand, inner in zip(around.inputs, body.inputs, strict=True):
         if operand is value:
-            found |= {None} if inner in carried else _used_dtypes(body, inner)
+            found |= {None} if inner in carried else _used_dtypes(body, inner, differentiated)
     return found
 
 

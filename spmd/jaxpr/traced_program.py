@@ -1,6 +1,7 @@
 """Traced programs as plain values and operations; `spmd.jaxpr.propagation` adds the shardings."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,15 @@ class TracedProgram:
     inputs: list[TracedValue]
     outputs: list[TracedValue]
     operations: list[Operation]
+
+    @functools.cached_property
+    def uses(self) -> "Mapping[TracedValue, list[Operation]]":
+        """Value → the operations with it as an operand; for a program that is whole."""
+        found: dict[TracedValue, list[Operation]] = {}
+        for operation in self.operations:
+            for value in dict.fromkeys(operation.inputs):
+                found.setdefault(value, []).append(operation)
+        return found
 
     def walk(self) -> Iterator[Operation]:
         """Yield every operation, each followed by those of its bodies."""

@@ -256,8 +256,11 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     the cache.
 
     Raises:
-        ConfigError: Mixers are called in another order than in prefill, or save other arrays.
+        ConfigError: Mixers are called in another order than in prefill, or save other arrays. The
+            cache has no place left (checked outside of a trace).
     """
+    if cache.places is not None:
+        _check_room(cache.places)
     with single_token():
         result, added = _trace(run, _Trace(cache, positions))
     places = cache.places
@@ -269,6 +272,16 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     entries = _map_entries(update, cache.entries, added)
     after = places.after_token() if places else None
     return result, _split(Cache(entries, cache.length, after))
+
+
+def _check_room(places: CachePlaces) -> None:
+    """Raise an error if all places have a token; a trace does not know."""
+    room = places.count - places.prompt
+    if isinstance(places.decoded, jax.core.Tracer) or int(places.decoded) < room:
+        return
+    what = f"has room for {room} new tokens, all of which are decoded"
+    problem = Problem("the cache", what, fix="prefill(…, new_tokens=…) with more")
+    raise ConfigError(_INVALID, [problem])
 
 
 def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, tuple[Any, ...]]:

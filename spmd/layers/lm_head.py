@@ -68,7 +68,8 @@ class LazyLogits:
 
     `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement,
     None outside a plan. `tokens` and `logits` are the activation names of `x` and of the logits.
-    `bias`, gathered, is added to the logits before a soft cap; None for none.
+    `bias`, gathered, is added to the logits before a soft cap; None for none. Before the cap logits
+    are divided by `temperature`; another one is set by `at_temperature`.
     """
 
     keeps_dtype: ClassVar[bool] = True  # the loss computes the logits in float32
@@ -81,6 +82,7 @@ class LazyLogits:
     logits: str = dataclasses.field(default="logits", metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
     bias: Float[Array, "vocab"] | None = None
+    temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 
 def lazy_logits() -> contextlib.AbstractContextManager[None]:
@@ -108,6 +110,7 @@ class _Layout:
     vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
     width: tuple[str, ...] = ()  # the axes of `vocabulary` that also split the width of `x`
     z_loss: float = 0.0
+    temperature: float = 1.0
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets, weights and a bias."""
@@ -175,8 +178,7 @@ class _Layout:
 def at_temperature(logits: Array | LazyLogits, temperature: float) -> Array | LazyLogits:
     """Return logits divided by a temperature.
 
-    Of lazy ones, the inputs of the head are divided: with the cap c, c/T · tanh(z/c) is a cap c/T of
-    z/T.
+    With the cap c, c/T · tanh(z/c) is a cap c/T of z/T.
 
     Example:
         >>> head = LazyLogits(jnp.ones((1, 1, 4)), jnp.ones((4, 2)), soft_cap=3.0)
@@ -187,12 +189,11 @@ def at_temperature(logits: Array | LazyLogits, temperature: float) -> Array | La
         return logits
     if not isinstance(logits, LazyLogits):
         return logits / temperature
-    soft_cap, bias = logits.soft_cap, logits.bias
+    soft_cap = logits.soft_cap
     if soft_cap is not None:
         soft_cap = soft_cap / temperature
-    if bias is not None:
-        bias = bias / temperature
-    return dataclasses.replace(logits, x=logits.x / temperature, soft_cap=soft_cap, bias=bias)
+    whole = logits.temperature * temperature
+    return dataclasses.replace(logits, temperature=whole, soft_cap=soft_cap)
 
 
 def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
@@ -204,7 +205,7 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
     """
     kernel = gather(head.kernel, head.placed, head.x.dtype)
     logits = _logits(head.x, kernel, head.axes, head.bias)
-    logits = soft_capped(logits, head.soft_cap)
+    logits = soft_capped(_cooled(logits, head.temperature), head.soft_cap)
     return annotate(logits, head.logits)
 
 
@@ -212,6 +213,13 @@ def _logits(x: Array, kernel: Array, axes: str, bias: Array | None) -> Array:
     form = f"...i,{axes}->...o"
     logits = jnp.einsum(form, x, kernel, preferred_element_type=jnp.float32)
     return plus_bias(logits, bias)
+
+
+def _cooled(logits: Array, temperature: float) -> Array:
+    """Return logits divided by a temperature, or gradients of logits before that division."""
+    if temperature == 1:
+        return logits
+    return logits / temperature
 
 
 def plus_bias(logits: Float[Array, "*tokens vocab"], bias: Array | None) -> Array:
@@ -264,7 +272,7 @@ def chunked_token_losses(
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
     """Return the options of the loss, with its sharding under the plan in scope."""
-    layout = _Layout(head.axes, head.logits, head.soft_cap, chunk)
+    layout = _Layout(head.axes, head.logits, head.soft_cap, chunk, temperature=head.temperature)
     scope = placement(head.tokens)
     if scope is None:
         return layout
@@ -605,7 +613,7 @@ class _Head:
     def logits(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         """Return the logits of some words."""
         logits = _logits(x, kernel, self.layout.axes, bias)
-        logits = soft_capped(logits, self.layout.soft_cap)
+        logits = soft_capped(_cooled(logits, self.layout.temperature), self.layout.soft_cap)
         return annotate(logits, self.layout.logits)
 
     def dlogits(
@@ -613,7 +621,8 @@ class _Head:
     ) -> Array:
         """Return the gradient of logits."""
         dlogits = (probabilities - is_target) * weights[..., None]
-        return before_soft_cap(dlogits, logits, self.layout.soft_cap).astype(self.narrow)
+        uncapped = before_soft_cap(dlogits, logits, self.layout.soft_cap)
+        return _cooled(uncapped, self.layout.temperature).astype(self.narrow)
 
     def dx(self, dlogits: Float[Array, "*chunk 1 token word"]) -> Float[Array, "*chunk 1 token d"]:
         """Return the gradient of tokens, split as they were."""

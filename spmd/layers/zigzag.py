@@ -30,6 +30,7 @@ from spmd.layers.kv_cache import token_positions
 from spmd.plan.annotate import attention_config
 from spmd.plan.context import current, override
 from spmd.plan.manual import shard_map_over
+from spmd.sharding.batch import WholeArrays
 
 
 def is_zigzag() -> bool:
@@ -91,7 +92,7 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
     with override(zigzag=True):
         reordered = {}
         for name, x in batch.items():
-            has_tokens = x.shape[1:2] == (seq,)
+            has_tokens = not isinstance(x, WholeArrays) and x.shape[1:2] == (seq,)
             reordered[name] = move(x, numbers) if has_tokens else x
         yield reordered
 

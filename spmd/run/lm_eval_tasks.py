@@ -22,8 +22,9 @@ from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import ConfigError, DataError, Problem, did_you_mean
 from spmd.generate.generator import Generator, LoadedModel
+from spmd.generate.model_arrays import ModelArrays
 from spmd.generate.sampling import Sampling
-from spmd.generate.text import continue_rows, load_state
+from spmd.generate.text import continue_rows
 from spmd.model_interface.model_config import context_of
 from spmd.run.build import TrainSetup
 from spmd.run.token_scores import TokenScorer
@@ -178,18 +179,23 @@ class TaskModel:
         return texts
 
     def _loaded(self, sampling: Sampling) -> LoadedModel:
-        """Return the model, loaded for a sampling; only the last one is kept."""
-        if sampling not in self._last_loaded:
-            self._last_loaded.clear()
+        """Return the model for a sampling, which has programs of its own; all share the arrays."""
+        if sampling not in self._generators:
             ends = self.tokenizer.ends
             generator = Generator(self.setup.plan, self.longest, sampling, ends)
-            self._last_loaded[sampling] = load_state(generator, self.model)
-        return self._last_loaded[sampling]
+            self._generators[sampling] = generator
+        return LoadedModel(self._generators[sampling], self._arrays)
 
     @functools.cached_property
-    def _last_loaded(self) -> dict[Sampling, LoadedModel]:
-        """The loaded model by its sampling: each compiles programs of its own."""
+    def _generators(self) -> dict[Sampling, Generator]:
+        """Generators by their sampling."""
         return {}
+
+    @functools.cached_property
+    def _arrays(self) -> ModelArrays:
+        """The model in the form of generation."""
+        generator = Generator(self.setup.plan, self.longest)
+        return generator.load(self.model.params, self.model.variables).arrays
 
 
 def _document(request: Scored, longest: int) -> tuple[list[int], int]:

@@ -333,7 +333,7 @@ def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:
     sampling = Sampling(sample.temperature, sample.top_k, sample.top_p)
     tokens = count_sample_tokens(config, tokenizer)
     generator = make_generator(setup.plan, tokenizer, sequence, sampling)
-    model = load_state(generator, result.state)
+    model = load_state(generator, result.state, setup.plan)
     prompts = [sample.prompt]
     (text,) = generate_texts(model, tokenizer, prompts, tokens=tokens, seed=config.seed)
     why = ""

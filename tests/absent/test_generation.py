@@ -20,7 +20,7 @@ COMPILE = f"""
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.generate.generator import Generator
-    from spmd.generate.model_arrays import ArrayForm, ModelArrays, reshard
+    from spmd.generate.model_arrays import ModelArrays, reshard
     from spmd.layers.cache_entry import split_entry
     from spmd.model_interface.model import abstract_key
     from spmd.models.decoder import DecoderConfig
@@ -37,17 +37,16 @@ COMPILE = f"""
 
     def form_of(array, form):
         own = shaped(array, array.shape, array.sharding.spec, form.dtype)
-        if not form.is_split:
+        if not form.by_layer:
             return own
         return (shaped(own, array.shape[1:], P(*array.sharding.spec[1:])),) * array.shape[0]
 
-    def decode(in_int8=False, is_split=True):
+    def decode(in_int8=False):
         generator = Generator(plan, {ROOM}, cache_in_int8=in_int8)
         forms = generator._forms(plan.abstract_params, {{}})
-        if not is_split:
-            forms = [ArrayForm(form.dtype) for form in forms]
         leaves, structure = jax.tree.flatten((plan.abstract_params, {{}}))
-        arrays = ModelArrays(tuple(map(form_of, leaves, forms)), structure)
+        dtypes = tuple(leaf.dtype for leaf in leaves)
+        arrays = ModelArrays(tuple(map(form_of, leaves, forms)), dtypes, structure)
         ids = jax.ShapeDtypeStruct(({ROWS}, {PROMPT}), "int32")
         lengths = jax.ShapeDtypeStruct(({ROWS},), "int32")
         room = generator._room({PROMPT}, {ROOM} - {PROMPT})
@@ -72,7 +71,7 @@ COMPILE = f"""
     scatter = jax.jit(at_a_place_of_each_row, donate_argnums=0)
     scatter = scatter.lower(cache, token, places, query).compile()
     programs = dict(
-        plain=decode(), coded=decode(in_int8=True), stacked=decode(is_split=False), scatter=scatter
+        plain=decode(), coded=decode(in_int8=True), scatter=scatter
     )
     found = {{}}
     for name, program in programs.items():

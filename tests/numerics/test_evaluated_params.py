@@ -215,8 +215,8 @@ def test_a_run_its_checkpoint_and_a_restored_model_have_one_point(name, tmp_path
     )
     np.testing.assert_array_equal(trained, result.state.params["w"])
     np.testing.assert_array_equal(spmd.evaluated_params(layout, result.state)["w"], restored)
-    generator = SimpleNamespace(plan=layout, load=lambda params, variables: params)
-    generated_with = text.load_state(generator, result.state)
+    generator = SimpleNamespace(load=lambda params, variables: params)
+    generated_with = text.load_state(generator, result.state, layout)
     np.testing.assert_array_equal(generated_with["w"], restored)
     (batch,) = numbers(50, 51)
     tolerance = 0.02 if "precision" in options else 1e-4

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError
@@ -16,6 +17,7 @@ from spmd.generate.generator import Generator
 from spmd.generate.model_arrays import ArrayForm, prepare_arrays
 from spmd.generate.sampling import Sampling
 from spmd.jaxpr.promoted import used_dtype
+from spmd.jaxpr.scanned_inputs import scanned_inputs, unroll_scans
 from spmd.jaxpr.traced_program import read_program
 from spmd.layers.kv_cache import prefill
 from spmd.model_interface.model import Model, abstract_key
@@ -136,6 +138,109 @@ def test_loops_of_a_model_by_hand_are_read_layer_by_layer():
     for _ in range(6):
         row.append(int(np.argmax(apply(jax.device_get(params), np.array([row]))[0, -1])))
     assert texts(loaded)[0] == row[len(PROMPTS[0]) :]
+
+
+def test_arrays_of_any_kind_are_loaded():
+    """Of NumPy, of one device, and in host memory: the text is that of placed ones; donated ones are deleted."""
+    plan, params = trained()
+    generator = Generator(plan, 32, GREEDY)
+    expected = texts(generator.load(params, {}))
+    on_host = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), params)
+    for moved in (
+        jax.device_get(params),
+        jax.device_put(params, jax.devices()[0]),
+        jax.device_put(params, on_host),
+    ):
+        assert texts(generator.load(moved, {})) == expected
+    own = jax.tree.map(jnp.copy, params)
+    assert texts(generator.load(own, {}, donate=True)) == expected
+    assert own["layers"]["mlp"]["up_proj"]["kernel"].is_deleted()
+    assert not own["embed"]["embedding"].is_deleted()  # its form is that of generation
+
+
+def test_a_model_is_traced_with_its_own_dtypes():
+    """A variable that every use casts is held narrow, and a model that reads its dtype sees the wide one."""
+
+    def forward(params, variables, key, tokens, *, train):
+        embed = variables["embed"]
+        x = embed.astype(jnp.bfloat16)[tokens].astype(embed.dtype)
+        x, _ = jax.lax.scan(lambda x, k: (x + jnp.tanh(x @ k), None), x, params["kernels"])
+        return x @ embed.astype(jnp.bfloat16).T.astype(x.dtype), variables
+
+    model = Model(
+        lambda key: {"kernels": jax.random.normal(key, (3, 8, 8))},
+        None,
+        lambda key: {"embed": jax.random.normal(key, (64, 8))},
+        forward,
+    )
+    rules = Rules([(name, replicate("small")) for name in ("embed", "kernels")], activations=[])
+    plan = make_plan(tiny.mesh(), rules, model, optax.sgd(0.1))
+    state = init_state(plan)
+    loaded = Generator(plan, 32, GREEDY).load(state.params, state.variables)
+    assert loaded.arrays.arrays[-1].dtype == jnp.bfloat16
+    returned, _ = forward(state.params, state.variables, None, jnp.array([PROMPTS[0]]), train=False)
+    assert texts(loaded)[0][0] == int(returned[0, -1].argmax())
+
+
+def test_arrays_that_a_step_has_taken_are_an_error():
+    """Not a crash of the runtime: arrays in their own form are not copied."""
+    plan = make_plan(tiny.mesh(fsdp=2), *_OURS, optax.sgd(0.1))
+    params = init_state(plan).params
+    loaded = Generator(plan, 32, GREEDY).load(params, {})
+    params["embed"]["embedding"].delete()
+    with pytest.raises(ConfigError, match="load the model again"):
+        loaded.write(PROMPTS, tokens=1)
+
+
+def test_a_stack_with_layers_on_several_devices_stays_whole():
+    """Its layers alone would be on every device."""
+    model = Model(lambda key: {"kernels": jnp.ones((2, 8, 8))}, lambda params, x: params["kernels"])
+    rules = Rules([("kernels", P("pipe"))], activations=[])
+    plan = make_plan(tiny.mesh(pipe=2), rules, model, optax.sgd(0.1))
+    params = init_state(plan).params
+    (kept,) = prepare_arrays(plan, params, {}, [ArrayForm(by_layer=True)]).arrays
+    assert kept is params["kernels"]
+
+
+def test_inputs_that_loops_read_by_layer():
+    """Forward or reversed, in two loops, cast before; not one that is also carried, whole, or an output."""
+
+    def run(*inputs):
+        read, twice, cast, carried, whole, out = inputs
+
+        def step(x, layer):
+            return x + sum(layer), None
+
+        x, _ = jax.lax.scan(step, carried, (read, twice, out), reverse=True)
+        x, _ = jax.lax.scan(step, x + whole[0], (twice, whole, cast.astype(jnp.float32)))
+        return x, out
+
+    stack = jnp.ones((3, 2))
+    jaxpr = jax.make_jaxpr(run)(stack, stack, stack.astype(int), stack[0], stack, stack)
+    flags = scanned_inputs(jaxpr)
+    assert flags == [True, True, True, False, False, False]
+    lengths = [
+        eqn.params["unroll"] for eqn in unroll_scans(jaxpr, flags).eqns if "unroll" in eqn.params
+    ]
+    assert lengths == [3, 3]
+    assert [eqn.params["unroll"] for eqn in jaxpr.eqns if "unroll" in eqn.params] == [1, 1]
+
+
+def test_rules_of_derivatives_may_use_another_dtype():
+    """A cast in a function with a derivative of its own is no reason to gather it narrow in training."""
+
+    @jax.custom_jvp
+    def cast(x):
+        return x.astype(jnp.bfloat16)
+
+    cast.defjvps(lambda tangent, result, x: tangent.astype(jnp.bfloat16))
+
+    def run(stack):
+        return jax.lax.scan(lambda x, layer: (x + cast(layer), None), jnp.bfloat16(0), stack)[0]
+
+    program = read_program(jax.make_jaxpr(run)(jnp.ones(3)))
+    assert used_dtype(program, 0) is None
+    assert used_dtype(program, 0, differentiated=False) == jnp.bfloat16
 
 
 def test_the_dtype_of_a_use_in_a_loop():

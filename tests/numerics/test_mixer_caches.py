@@ -333,6 +333,15 @@ def test_an_axis_of_rows_may_be_anywhere():
     np.testing.assert_array_equal(cache.entries[0].x, expected)
 
 
+def test_a_token_without_a_place_is_an_error():
+    """Outside of a trace, which does not know how many tokens there are."""
+    entry = KVCache(jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1, 4)))
+    _, cache = prefill(lambda: save(entry), 4, new_tokens=1)
+    _, cache = decode(lambda: save(entry), cache, jnp.array([1]))
+    with pytest.raises(ConfigError, match="room for 1 new tokens"):
+        decode(lambda: save(entry), cache, jnp.array([2]))
+
+
 def test_the_mask_is_that_of_prompts_alone():
     """Outside of prefill, and where lengths are not given, there is none."""
     masks = []

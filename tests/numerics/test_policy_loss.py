@@ -1,5 +1,6 @@
 """The loss of answers with rewards is the published formula, by tokens and by answers, on every layout."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.losses import token_losses
 from spmd.gradients.policy_loss import PolicyConfig, policy_loss
+from spmd.layers.lm_head import LazyLogits, at_temperature, materialize
 from spmd.partition_rules.llama import LLAMA
 from tests import tiny
 from tests.one_device import Job
@@ -79,6 +82,27 @@ def test_the_loss_is_the_published_formula(config: PolicyConfig) -> None:
     assert 0 < float(sums["clipped"] / sums["weight"]) < 1
     other = by_hand(params, {**BATCH, "advantages": -BATCH["advantages"]}, config)
     assert abs(float(other - expected)) > 1e-3
+
+
+def test_a_temperature_divides_logits_in_float32() -> None:
+    """Also of a head in bfloat16, with a bias and a soft cap; the control divides the head's narrow input."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (1, 16, 64), jnp.bfloat16)
+    kernel = jax.random.normal(keys[1], (64, 96), jnp.bfloat16)
+    head = LazyLogits(x, kernel, soft_cap=20.0, bias=jax.random.normal(keys[2], (96,)))
+    targets = jnp.arange(16)[None]
+
+    def losses(logits: Any) -> jax.Array:
+        return token_losses(logits, targets, chunk=4)[0]
+
+    expected = losses(materialize(head) / 0.7)
+    np.testing.assert_allclose(losses(at_temperature(head, 0.7)), expected, rtol=1e-5)
+    control = dataclasses.replace(head, x=x / 0.7, bias=head.bias / 0.7, soft_cap=20.0 / 0.7)
+    assert jnp.abs(losses(control) - expected).max() > 1e-3
+    found = jax.grad(lambda x: losses(at_temperature(dataclasses.replace(head, x=x), 0.7)).sum())
+    whole = jax.grad(lambda x: losses(materialize(dataclasses.replace(head, x=x)) / 0.7).sum())
+    wide = x.astype(jnp.float32)
+    np.testing.assert_allclose(found(wide), whole(wide), rtol=1e-3, atol=1e-4)
 
 
 def test_without_old_log_probs_ratios_are_one() -> None:

@@ -162,6 +162,7 @@ def test_a_wrong_pair_is_noticed() -> None:
     assert not job("dpo").parity(fsdp=2, grad_fn=value_and_grad(mixed)).ok
 
 
+@pytest.mark.soak
 def test_microbatches_and_stages_train_as_whole_batches() -> None:
     """Pairs are within their rows, so that rows may be taken apart."""
     loss_fn = preference_loss(tiny.model(), DPO)

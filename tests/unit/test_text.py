@@ -5,6 +5,7 @@ import json
 import pytest
 
 from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
+from spmd.errors import ConfigError
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import IncrementalDetokenizer, TextUpToStop, make_generator, stop_problems
 from tests.unit.test_tokenizer import bpe
@@ -131,3 +132,5 @@ def test_an_empty_stop_string_is_a_problem():
     assert stop_problems(["a", "\n"]) == []
     (problem,) = stop_problems(["a", ""])
     assert "is empty" in problem.what
+    with pytest.raises(ConfigError, match="one string"):
+        TextUpToStop(ByteTokenizer(), [], stops="fox")

@@ -1,0 +1,149 @@
+"""Distillation: a model is trained to predict what a larger, frozen teacher predicts.
+
+The loss of a token is (1 − w) · cross-entropy + w · T² · KL(teacher ‖ student), both distributions at
+the temperature T (Hinton et al., arXiv:1503.02531, section 2). The teacher runs in the step, by a
+plan of its own: its parameters are whole arrays of the batch and keep their sharding.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from spmd.errors import ConfigError, Problem, check_fields
+from spmd.gradients.losses import (
+    Sums,
+    check_answers,
+    cross_entropy,
+    microbatch_losses,
+    take_arrays,
+    token_inputs,
+)
+from spmd.layers.lm_head import CHUNK, LazyLogits, at_temperature, lazy_logits
+from spmd.layers.logit_divergence import token_divergences
+from spmd.layers.zigzag import zigzag_batch
+from spmd.model_interface.model import Model, Outputs, as_outputs
+from spmd.plan.context import current, override, use_plan
+from spmd.plan.plan import ShardingPlan
+
+TEACHER = "teacher"
+"""Name of the teacher's parameters in a batch: `spmd.whole(params)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationConfig:
+    """Loss of distillation.
+
+    Attributes:
+        weight: w: share of the divergence; the rest is the cross-entropy.
+        temperature: T: of both distributions in the divergence.
+        reverse: KL(student ‖ teacher) instead, which seeks modes (Gu et al., arXiv:2306.08543).
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    weight: float = 0.5
+    temperature: float = 1.0
+    reverse: bool = False
+
+    def __post_init__(self) -> None:
+        rules = {"weight": "above 0 and at most 1", "temperature": "above 0"}
+        problems = check_fields(self, rules)
+        if problems:
+            raise ConfigError("Invalid distillation:", problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationLoss:
+    """A `LossFn` of a student and a teacher; make one by `distillation_loss`."""
+
+    model: Model
+    teacher: ShardingPlan
+    config: DistillationConfig
+    chunk: int = CHUNK
+    weighted: bool = True
+
+    def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+        """Return the sums of a batch, and the updated variables."""
+        if TEACHER not in batch:
+            fix = f'batch["{TEACHER}"] = spmd.whole(params), placed by the plan of the teacher'
+            raise ConfigError("No teacher:", [Problem(TEACHER, "is not in the batch", fix=fix)])
+        teacher = self.teacher.model
+        position_aware = self.model.info().position_aware and teacher.info().position_aware
+        with zigzag_batch(batch, position_aware=position_aware) as ordered, lazy_logits():
+            inputs = token_inputs(ordered)
+            with _layout_of(self.teacher):
+                frozen = jax.lax.stop_gradient(ordered[TEACHER].value)
+                returned, _ = teacher.forward(frozen, {}, None, *inputs, train=False)
+            theirs = as_outputs(returned)
+            returned, variables = self.model.forward(params, variables, key, *inputs, train=True)
+            return self._sums(as_outputs(returned), theirs, ordered), variables
+
+    def _sums(self, mine: Outputs, theirs: Outputs, batch: Any) -> Sums:
+        """Return loss and metrics as weighted sums."""
+        check_answers(mine, self.chunk)
+        _check_vocabularies(mine.logits, theirs.logits)
+        targets, weights = take_arrays(batch, "targets", "weights")
+        heads = [at_temperature(x.logits, self.config.temperature) for x in (mine, theirs)]
+        divergences = token_divergences(*heads, reverse=self.config.reverse, chunk=self.chunk)
+        divergence = (divergences * weights).sum()
+        sums = cross_entropy(mine.logits, targets, weights, chunk=self.chunk)
+        share = self.config.weight
+        scaled = self.config.temperature**2 * divergence
+        loss = (1 - share) * sums["loss"] + share * scaled
+        metrics = {"cross_entropy": sums["loss"], "divergence": divergence}
+        return microbatch_losses(mine, {**sums, **metrics, "loss": loss}, train=True)
+
+
+def distillation_loss(
+    model: Model,
+    teacher: ShardingPlan,
+    config: DistillationConfig | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> DistillationLoss:
+    """Return the loss of a language model beside a frozen teacher with the same vocabulary.
+
+    A batch is as for `spmd.next_token_loss`, and has the parameters of the teacher as
+    `spmd.whole(params)`, placed by its plan, on the mesh of the student. The teacher has no
+    variables.
+    """
+    if jax.tree.leaves(teacher.abstract_variables):
+        what = "has variables, which a batch does not hold"
+        problem = Problem(TEACHER, what, fix="a model of parameters alone")
+        raise ConfigError("No teacher:", [problem])
+    return DistillationLoss(model, teacher, config or DistillationConfig(), chunk)
+
+
+@contextmanager
+def _layout_of(teacher: ShardingPlan) -> Iterator[None]:
+    """Put the teacher's plan in scope, in place of the student's; outside of a plan, none."""
+    outer = current()
+    if outer.mesh is None:
+        yield
+        return
+    if outer.mesh.shape != teacher.mesh.shape:
+        what = f"is on the mesh {dict(teacher.mesh.shape)}, the student on {dict(outer.mesh.shape)}"
+        problem = Problem(TEACHER, what, fix="make both plans on one mesh")
+        raise ConfigError("Two meshes in one step:", [problem])
+    with use_plan(teacher), override(lazy_logits=outer.lazy_logits, zigzag=outer.zigzag):
+        yield
+
+
+def _check_vocabularies(mine: Any, theirs: Any) -> None:
+    """Raise a `ConfigError` for logits of unlike vocabularies."""
+    sizes = []
+    for logits in (mine, theirs):
+        size = logits.shape[-1] if not isinstance(logits, LazyLogits) else _vocabulary(logits)
+        sizes.append(size)
+    if sizes[0] != sizes[1]:
+        what = f"predicts {sizes[1]} tokens, the student {sizes[0]}"
+        problem = Problem(TEACHER, what, fix="a teacher with the student's tokenizer")
+        raise ConfigError("Unlike vocabularies:", [problem])
+
+
+def _vocabulary(head: LazyLogits) -> int:
+    return head.kernel.shape[head.axes.index("o")]
