@@ -1,23 +1,29 @@
 """Divergence of the distributions of two heads, without materialising the logits of all tokens.
 
-Tokens are taken chunk by chunk, and the backward pass computes the logits of a chunk again. Both
-kernels are gathered once; the gradient of the student's is added up over chunks in its own dtype.
+Each device takes its own tokens chunk by chunk, and the backward pass computes the logits of a chunk
+again. Both kernels are gathered once. The gradient of the student's is added up over chunks, and
+then over devices, in the dtype of the parameter.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.jaxpr.examples import per_example
 from spmd.layers.lm_head import CHUNK, LazyLogits, materialize
 from spmd.plan.context import current
 from spmd.plan.fsdp import gathered
-from spmd.sharding.mesh import BATCH_AXES, shards_of
+from spmd.plan.manual import shard_map_over, split_axes
+from spmd.sharding.mesh import BATCH_AXES, TOKEN_AXES
 
+_PURPOSE = "divergence of heads"
+
+Run = Callable[[LazyLogits, LazyLogits], Array]
 Logits = Array | LazyLogits
 """Logits `[batch, seq, vocab]`, or the inputs of a head."""
 
@@ -43,14 +49,31 @@ def token_divergences(
     if not isinstance(student, LazyLogits) or not isinstance(teacher, LazyLogits):
         return _divergences(_whole(student), _whole(teacher), reverse)
     run = functools.partial(_of_chunks, reverse=reverse, chunk=chunk)
-    return per_example(run)(_gathered(student), _gathered(teacher))
+    return per_example(_on_own_tokens(run, student, teacher))(
+        _gathered(student), _gathered(teacher)
+    )
+
+
+def _on_own_tokens(run: Run, student: LazyLogits, teacher: LazyLogits) -> Run:
+    """Map a function of both heads over each device's tokens, so that gradients are summed once."""
+    mesh = current().mesh
+    if mesh is None:
+        return run
+    axes = tuple(axis for axis in split_axes(mesh) if axis in TOKEN_AXES)
+    rows = tuple(axis for axis in BATCH_AXES if axis in axes)
+    tokens = P(rows or None, "sequence" if "sequence" in axes else None)
+    specs = []
+    for head in (student, teacher):
+        specs.append(dataclasses.replace(jax.tree.map(lambda _: P(), head), x=tokens, placed=None))
+    return shard_map_over(mesh, axes, run, tuple(specs), tokens, purpose=_PURPOSE)
 
 
 def _of_chunks(
     student: LazyLogits, teacher: LazyLogits, *, reverse: bool, chunk: int
 ) -> Float[Array, "batch seq"]:
-    shards = _sequence_shards()
-    length = _chunk_length(student.x.shape, shards, chunk)
+    rows, seq = student.x.shape[:2]
+    most = min(max(chunk // rows, 1), seq)
+    length = next(length for length in range(most, 0, -1) if seq % length == 0)
     heads = (student, teacher)
 
     def step(none: None, chunks: tuple[Array, ...]) -> tuple[None, Array]:
@@ -60,9 +83,14 @@ def _of_chunks(
         )
         return none, _divergences(mine, theirs, reverse)
 
-    chunks = tuple(_split(head.x, shards, length) for head in heads)
+    chunks = tuple(_split(head.x, length) for head in heads)
     _, found = jax.lax.scan(jax.checkpoint(step), None, chunks)
-    return _joined(found, shards)
+    return jnp.moveaxis(found, 0, 1).reshape(rows, seq)
+
+
+def _split(x: Array, length: int) -> Float[Array, "chunk batch length d"]:
+    batch, seq, width = x.shape
+    return jnp.moveaxis(x.reshape(batch, seq // length, length, width), 1, 0)
 
 
 def _divergences(student: Array, teacher: Array, reverse: bool) -> Float[Array, "batch seq"]:
@@ -83,34 +111,3 @@ def _gathered(head: LazyLogits) -> LazyLogits:
     """Return a head whose kernel is gathered, for all chunks."""
     kernel = gathered(head.kernel, head.placed, dtype=head.x.dtype)
     return dataclasses.replace(head, kernel=kernel, placed=None)
-
-
-def _sequence_shards() -> int:
-    mesh = current().mesh
-    return 1 if mesh is None else mesh.shape["sequence"]
-
-
-def _chunk_length(shape: tuple[int, ...], shards: int, chunk: int) -> int:
-    """Return the tokens of a row in a chunk, per shard of the sequence: a divisor of all."""
-    rows, seq = shape[:2]
-    mesh = current().mesh
-    if mesh is not None:
-        rows = max(rows // shards_of(BATCH_AXES, mesh.shape), 1)
-    own = seq // shards
-    most = min(max(chunk // rows, 1), own)
-    return next(length for length in range(most, 0, -1) if own % length == 0)
-
-
-def _split(x: Array, shards: int, length: int) -> Float[Array, "chunk batch seq d"]:
-    """Return the chunks of a stream: of each chunk, tokens of every shard of the sequence."""
-    batch, seq, width = x.shape
-    chunks = x.reshape(batch, shards, seq // (shards * length), length, width)
-    chunks = jnp.moveaxis(chunks, 2, 0)
-    return chunks.reshape(-1, batch, shards * length, width)
-
-
-def _joined(found: Any, shards: int) -> Float[Array, "batch seq"]:
-    """Return the values of chunks in the order of the sequence."""
-    count, batch, tokens = found.shape
-    values = found.reshape(count, batch, shards, tokens // shards)
-    return jnp.moveaxis(values, 0, 2).reshape(batch, -1)
