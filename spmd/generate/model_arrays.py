@@ -1,4 +1,4 @@
-"""Parameters and variables in the form of generation, which reads all of them for each token.
+"""Parameters and variables in the form of generation: each token reads all of them.
 
 Reading them takes most of the time of a token, so each array is prepared once:
 
@@ -95,7 +95,7 @@ class ModelArrays:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether an array was deleted, as by a step that donates it."""
+        """Whether an array was deleted, as by a training step."""
         return any(array.is_deleted() for array in jax.tree.leaves(self.arrays))
 
 

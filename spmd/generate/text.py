@@ -137,7 +137,7 @@ class TextUpToStop:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text with which a stop string begins."""
+    """Return the length of the longest beginning of a stop string at the end of a text."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -74,16 +74,14 @@ def _of_chunks(
     rows, seq = student.x.shape[:2]
     most = min(max(chunk // rows, 1), seq)
     length = next(length for length in range(most, 0, -1) if seq % length == 0)
-    heads = (student, teacher)
 
-    def step(none: None, chunks: tuple[Array, ...]) -> tuple[None, Array]:
-        mine, theirs = (
-            materialize(dataclasses.replace(head, x=x))
-            for head, x in zip(heads, chunks, strict=True)
-        )
+    def step(none: None, chunks: tuple[Array, Array]) -> tuple[None, Array]:
+        of_student, of_teacher = chunks
+        mine = materialize(dataclasses.replace(student, x=of_student))
+        theirs = materialize(dataclasses.replace(teacher, x=of_teacher))
         return none, _divergences(mine, theirs, reverse)
 
-    chunks = tuple(_split(head.x, length) for head in heads)
+    chunks = (_split(student.x, length), _split(teacher.x, length))
     _, found = jax.lax.scan(jax.checkpoint(step), None, chunks)
     return jnp.moveaxis(found, 0, 1).reshape(rows, seq)
 
@@ -108,6 +106,6 @@ def _whole(logits: Logits) -> Array:
 
 
 def _gathered(head: LazyLogits) -> LazyLogits:
-    """Return a head whose kernel is gathered, for all chunks."""
+    """Return a head with its kernel gathered, for all chunks."""
     kernel = gathered(head.kernel, head.placed, dtype=head.x.dtype)
     return dataclasses.replace(head, kernel=kernel, placed=None)
