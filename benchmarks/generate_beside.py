@@ -71,7 +71,7 @@ def load_ours(folder: Path, args: argparse.Namespace) -> LoadedModel:
     params = load_params(str(folder), plan.abstract_params)
     window = args.prompt + args.tokens
     greedy = Sampling(0.0, 0, 1.0)
-    return Generator(plan, window, greedy, cache_in_int8=args.int8_cache).load(params, {})
+    return Generator(plan, window, greedy, cache_in_int8=args.cache_in_int8).load(params, {})
 
 
 def matmuls(model: LoadedModel, batch: int) -> Callable[[], float]:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="added to each")
     parser.add_argument("--layers", type=int, default=22, help="of TinyLlama's 22")
     parser.add_argument("--dtype", choices=_PRECISIONS, default="float32")
-    parser.add_argument("--int8-cache", action="store_true", help="of ours")
+    parser.add_argument("--cache-in-int8", action="store_true", help="of ours")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     simulate_devices(1)

@@ -64,7 +64,7 @@ class GenerateCommand:
     """Checkpoint to load; the newest by default."""
     trained: bool = False
     """Use the trained parameters, where the run evaluates others, such as an average."""
-    int8_cache: bool = False
+    cache_in_int8: bool = False
     """Hold the tokens of the KV cache in int8: half of its memory, and slightly other logits."""
     mesh: MeshShape = MeshShape()
     """Size of each mesh axis; by default the run's. For one device: --mesh.fsdp -1 --devices 1."""
@@ -83,7 +83,7 @@ def run_generate(arguments: list[str]) -> int:
     plain = evaluation_config(config)
     plan = make_setup(plain, config_mesh(config)).plan
     generator = make_generator(plan, tokenizer, config.data.sequence, sampling)
-    generator = dataclasses.replace(generator, cache_in_int8=command.int8_cache)
+    generator = dataclasses.replace(generator, cache_in_int8=command.cache_in_int8)
     with (
         spinner("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
