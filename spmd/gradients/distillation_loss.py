@@ -6,16 +6,19 @@ plan of its own: its parameters are whole arrays of the batch and keep their sha
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from spmd.errors import ConfigError, Problem, check_fields
+from spmd.errors import ConfigError, Problem, check_fields, check_type, describe_value
 from spmd.gradients.losses import (
+    ModelLoss,
     Sums,
     check_answers,
+    check_chunk,
     cross_entropy,
     microbatch_losses,
     take_arrays,
@@ -27,6 +30,8 @@ from spmd.layers.zigzag import zigzag_batch
 from spmd.model_interface.model import Model, Outputs, as_outputs
 from spmd.plan.context import current, override, use_plan
 from spmd.plan.plan import ShardingPlan
+from spmd.sharding.batch import WholeArrays
+from spmd.tree import check_like, flatten
 
 TEACHER = "teacher"
 """Name of the teacher's parameters in a batch: `spmd.whole(params)`."""
@@ -68,23 +73,61 @@ class DistillationLoss:
 
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         """Return the sums of a batch, and the updated variables."""
-        if TEACHER not in batch:
-            fix = f'batch["{TEACHER}"] = spmd.whole(params), placed by the plan of the teacher'
-            raise ConfigError("No teacher:", [Problem(TEACHER, "is not in the batch", fix=fix)])
-        teacher = self.teacher.model
-        position_aware = self.model.info().position_aware and teacher.info().position_aware
-        with zigzag_batch(batch, position_aware=position_aware) as ordered, lazy_logits():
-            inputs = token_inputs(ordered)
+        frozen = jax.lax.stop_gradient(self._teacher_in(batch))
+        student = self._part(self.model)
+        teacher = self._part(self.teacher.model)
+        batch = teacher.prepare(student.prepare(batch))
+        with (
+            zigzag_batch(batch, position_aware=self._is_position_aware) as ordered,
+            lazy_logits(),
+        ):
             with _layout_of(self.teacher):
-                frozen = jax.lax.stop_gradient(ordered[TEACHER].value)
-                returned, _ = teacher.forward(frozen, {}, None, *inputs, train=False)
-            theirs = as_outputs(returned)
-            returned, variables = self.model.forward(params, variables, key, *inputs, train=True)
+                inputs, keywords = teacher.arguments(ordered)
+                returned, _ = teacher.model.forward(
+                    frozen, {}, None, *inputs, train=False, **keywords
+                )
+                theirs = as_outputs(returned)
+            inputs, keywords = student.arguments(ordered)
+            returned, variables = self.model.forward(
+                params, variables, key, *inputs, train=True, **keywords
+            )
             return self._sums(as_outputs(returned), theirs, ordered), variables
+
+    def _part(self, model: Model) -> ModelLoss:
+        """Return what gives a model its part of a batch."""
+        return ModelLoss(model, token_inputs, self._no_sums)
+
+    @staticmethod
+    def _no_sums(outputs: Outputs, batch: Any) -> Sums:
+        """Return no sums: those of both models are made together."""
+        del outputs, batch
+        return {}
+
+    @property
+    def _is_position_aware(self) -> bool:
+        """Whether both models can compute on tokens in another order."""
+        models = (self.model, self.teacher.model)
+        reads_positions = all(model.info().position_aware for model in models)
+        return reads_positions and self.teacher.attention.keeps_queries
+
+    def _teacher_in(self, batch: Any) -> Any:
+        """Return the parameters of the teacher in a batch, or raise a `ConfigError`."""
+        fix = f'batch["{TEACHER}"] = spmd.whole(params), placed by the plan of the teacher'
+        if not isinstance(batch, Mapping) or TEACHER not in batch:
+            raise ConfigError("No teacher:", [Problem(TEACHER, "is not in the batch", fix=fix)])
+        given = batch[TEACHER]
+        if not isinstance(given, WholeArrays):
+            what = f"is {describe_value(given)}, which would be split as examples are"
+            raise ConfigError("No teacher:", [Problem(TEACHER, what, fix=fix)])
+        problems = check_like(_shapes(given.value), _shapes(self.teacher.abstract_params), TEACHER)
+        if problems:
+            raise ConfigError("These are not the parameters of the teacher's plan:", problems)
+        return given.value
 
     def _sums(self, mine: Outputs, theirs: Outputs, batch: Any) -> Sums:
         """Return loss and metrics as weighted sums."""
         check_answers(mine, self.chunk)
+        check_chunk(theirs, self.chunk)
         _check_vocabularies(mine.logits, theirs.logits)
         targets, weights = take_arrays(batch, "targets", "weights")
         heads = [at_temperature(x.logits, self.config.temperature) for x in (mine, theirs)]
@@ -111,10 +154,14 @@ def distillation_loss(
     `spmd.whole(params)`, placed by its plan, on the mesh of the student. The teacher has no
     variables.
     """
-    if jax.tree.leaves(teacher.abstract_variables):
+    problems = check_type(TEACHER, teacher, ShardingPlan, "spmd.make_plan of the teacher's model")
+    if chunk < 1:
+        problems.append(Problem("chunk", f"is {chunk}", fix="at least 1"))
+    if not problems and jax.tree.leaves(teacher.abstract_variables):
         what = "has variables, which a batch does not hold"
-        problem = Problem(TEACHER, what, fix="a model of parameters alone")
-        raise ConfigError("No teacher:", [problem])
+        problems.append(Problem(TEACHER, what, fix="a model of parameters alone"))
+    if problems:
+        raise ConfigError("No distillation:", problems)
     return DistillationLoss(model, teacher, config or DistillationConfig(), chunk)
 
 
@@ -131,6 +178,14 @@ def _layout_of(teacher: ShardingPlan) -> Iterator[None]:
         raise ConfigError("Two meshes in one step:", [problem])
     with use_plan(teacher), override(lazy_logits=outer.lazy_logits, zigzag=outer.zigzag):
         yield
+
+
+def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return path → the shape of a parameter; a teacher may be stored in any dtype."""
+    found = {}
+    for path, x in flatten(params).items():
+        found[path] = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return found
 
 
 def _check_vocabularies(mine: Any, theirs: Any) -> None:

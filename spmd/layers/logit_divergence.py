@@ -37,7 +37,7 @@ def token_divergences(
 
     Args:
         reverse: The teacher's divergence from the student instead: KL(student ‖ teacher).
-        chunk: Tokens of a chunk, per device.
+        chunk: Tokens of a chunk, per device; at least one of each row.
 
     Example:
         >>> teacher = jnp.log(jnp.array([[[0.5, 0.5]]]))
@@ -72,8 +72,7 @@ def _of_chunks(
     student: LazyLogits, teacher: LazyLogits, *, reverse: bool, chunk: int
 ) -> Float[Array, "batch seq"]:
     rows, seq = student.x.shape[:2]
-    most = min(max(chunk // rows, 1), seq)
-    length = next(length for length in range(most, 0, -1) if seq % length == 0)
+    length = min(max(chunk // rows, 1), seq)
 
     def step(none: None, chunks: tuple[Array, Array]) -> tuple[None, Array]:
         of_student, of_teacher = chunks
@@ -83,12 +82,14 @@ def _of_chunks(
 
     chunks = (_split(student.x, length), _split(teacher.x, length))
     _, found = jax.lax.scan(jax.checkpoint(step), None, chunks)
-    return jnp.moveaxis(found, 0, 1).reshape(rows, seq)
+    return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :seq]
 
 
 def _split(x: Array, length: int) -> Float[Array, "chunk batch length d"]:
+    """Return chunks of a stream, padded with zeros to whole ones."""
     batch, seq, width = x.shape
-    return jnp.moveaxis(x.reshape(batch, seq // length, length, width), 1, 0)
+    padded = jnp.pad(x, ((0, 0), (0, -seq % length), (0, 0)))
+    return jnp.moveaxis(padded.reshape(batch, -1, length, width), 1, 0)
 
 
 def _divergences(student: Array, teacher: Array, reverse: bool) -> Float[Array, "batch seq"]:
@@ -96,7 +97,10 @@ def _divergences(student: Array, teacher: Array, reverse: bool) -> Float[Array, 
     theirs = jax.nn.log_softmax(teacher.astype(jnp.float32))
     if reverse:
         mine, theirs = theirs, mine
-    return (jnp.exp(theirs) * (theirs - mine)).sum(axis=-1)
+    weights = jnp.exp(theirs)
+    is_possible = weights > 0  # a masked word has no share, and no finite difference
+    differences = jnp.where(is_possible, theirs, 0.0) - jnp.where(is_possible, mine, 0.0)
+    return (weights * differences).sum(axis=-1)
 
 
 def _whole(logits: Logits) -> Array:

@@ -1,5 +1,6 @@
 """Distillation from a larger, sharded teacher has the published loss and its gradients, on every mesh."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,8 +16,14 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.distillation_loss import DistillationConfig, distillation_loss
+from spmd.gradients.losses import next_token_loss
+from spmd.layers.lm_head import LazyLogits, materialize
+from spmd.layers.logit_divergence import token_divergences
+from spmd.model_interface.model import Model
+from spmd.models import mixtral
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
 from spmd.training.step import make_train_step
 from tests import tiny
 from tests.tiers import soak_but
@@ -64,12 +71,17 @@ def by_hand(params: Any, config: DistillationConfig) -> jax.Array:
 
 
 def step_on(
-    sizes: dict[str, int], config: DistillationConfig, microbatches: int = 1, scale: float = 1.0
+    sizes: dict[str, int],
+    config: DistillationConfig,
+    microbatches: int = 1,
+    scale: float = 1.0,
+    contexts: tuple[str, str] = ("auto", "auto"),
 ) -> tuple[float, Any, Any]:
     """The loss of a step, the parameters before it and its gradients."""
     mesh = tiny.mesh(**sizes)
-    plan = make_plan(mesh, LLAMA, tiny.model(), optax.sgd(RATE))
-    teacher = make_plan(mesh, LLAMA, tiny.model(LARGER), optax.identity())
+    mine, theirs = contexts
+    plan = make_plan(mesh, LLAMA, tiny.model(), optax.sgd(RATE), context=mine)
+    teacher = make_plan(mesh, LLAMA, tiny.model(LARGER), optax.identity(), context=theirs)
     shardings = jax.tree.map(lambda x: x.sharding, teacher.abstract_params)
     frozen = jax.device_put(jax.tree.map(lambda w: scale * w, teacher_params()), shardings)
     loss = distillation_loss(tiny.model(), teacher, config, chunk=8)
@@ -127,3 +139,67 @@ def test_what_no_teacher_can_be() -> None:
             step(step.init_state(seed=0), given)
     with pytest.raises(ConfigError, match="weight"):
         DistillationConfig(weight=0.0)
+    step = make_train_step(plan, distillation_loss(tiny.model(), same))
+    params = jax.jit(same.model.init)(jax.random.key(0))
+    for given, what in (
+        (params, "would be split as examples are"),
+        (spmd.whole(step.init_state(seed=0).params), r"float32\[3, 64, 96\] is needed"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            step(step.init_state(seed=0), {**BATCH, "teacher": given})
+    rows = Rules([("kernel", replicate("small"))], activations=[])
+    count = Model(
+        lambda key: {"kernel": jnp.ones((64, 64))},
+        lambda params, tokens: params["kernel"][tokens],
+        lambda key: {"count": jnp.zeros(())},
+        lambda params, variables, key, tokens, train: (params["kernel"][tokens], variables),
+    )
+    rows = dataclasses.replace(rows, params=[*rows.params, ("count", replicate("small"))])
+    with pytest.raises(ConfigError, match="has variables"):
+        distillation_loss(tiny.model(), make_plan(tiny.mesh(), rows, count, optax.identity()))
+    with pytest.raises(ConfigError, match="chunk"):
+        distillation_loss(tiny.model(), same, chunk=0)
+
+
+@pytest.mark.soak
+def test_padding_is_left_out_of_both_models() -> None:
+    """Experts of a student see no padding: cross-entropy and balance are those of the next-token loss."""
+    config = mixtral.PRESETS["test"]
+    model = tiny.model(config)
+    weights = np.ones((8, 16), np.float32)
+    weights[:, 6:] = 0
+    batch = jax.tree.map(jnp.asarray, {**BATCH, "weights": weights})
+    teacher = make_plan(tiny.mesh(), LLAMA, tiny.model(LARGER), optax.identity())
+    params = jax.jit(model.init)(jax.random.key(0))
+    key = jax.random.key(1)
+    plain, _ = next_token_loss(model)(params, {}, batch, key)
+    given = {**batch, "teacher": spmd.whole(teacher_params())}
+    both, _ = distillation_loss(model, teacher)(params, {}, given, key)
+    assert "balance_loss" in plain
+    for name in ("balance_loss", "accuracy"):
+        np.testing.assert_allclose(both[name], plain[name], rtol=1e-5)
+    blind, _ = distillation_loss(model, teacher)(params, {}, {**given, "valid": weights == 2}, key)
+    assert abs(float(blind["balance_loss"] - plain["balance_loss"])) > 1e-3  # the control
+
+
+@pytest.mark.soak
+def test_models_with_other_attention_have_one_order_of_tokens() -> None:
+    """A ring of the student beside an all-to-all of the teacher: no zigzag order, and the same loss."""
+    alone, _, _ = step_on({"data": 2}, CONFIG)
+    for contexts in (("ring", "all-to-all"), ("all-to-all", "ring"), ("ring", "ring")):
+        found, _, _ = step_on({"data": 2, "sequence": 2}, CONFIG, contexts=contexts)
+        assert found == pytest.approx(alone, rel=2e-6)
+
+
+def test_masked_words_and_odd_lengths() -> None:
+    """A word without a share adds nothing, also to the gradient; a prime length is padded to whole chunks."""
+    student, teacher = jnp.array([[[0.0, 1.0, -jnp.inf]]]), jnp.array([[[0.0, 2.0, -jnp.inf]]])
+    value, gradient = jax.value_and_grad(lambda x: token_divergences(x, teacher).sum())(student)
+    expected = token_divergences(student[..., :2], teacher[..., :2])
+    np.testing.assert_allclose(value, expected.sum(), rtol=1e-6)
+    assert np.isfinite(gradient).all()
+    x = jax.random.normal(jax.random.key(0), (2, 2, 13, 8))
+    kernels = jax.random.normal(jax.random.key(1), (2, 8, 5))
+    heads = [LazyLogits(*arrays) for arrays in zip(x, kernels, strict=True)]
+    whole = token_divergences(*map(materialize, heads))
+    np.testing.assert_allclose(token_divergences(*heads, chunk=8), whole, atol=1e-5)
