@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
+from spmd.plan.context import current
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
@@ -237,6 +238,8 @@ def _token_problems(
     for param in (*params, *biases):
         gathered.update(*param.gathers)
     missing = sorted(gathered - over)
+    if current().single_token:
+        missing = []  # a decoded token is on all devices of `sequence`, and has no gradient
     is_split = f"is split {spec_text(tokens)}"
     if missing:
         problem = Problem(

@@ -246,6 +246,9 @@ def _places(
         shortest = prompt
     if new_tokens is None:
         new_tokens = max(length - shortest, 0)
+    if new_tokens < 0:
+        problem = Problem("new_tokens", f"is {new_tokens}", fix="at least 0")
+        raise ConfigError(_INVALID, [problem])
     return CachePlaces(lengths, jnp.int32(0), prompt, prompt + new_tokens)
 
 
