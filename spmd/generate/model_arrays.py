@@ -49,13 +49,12 @@ class ArrayForm:
 def array_forms(programs: Sequence[ClosedJaxpr], count: int) -> list[ArrayForm]:
     """Return a form for each of the first `count` inputs, allowed by all programs."""
     forms = []
-    scanned = [scanned_inputs(program) for program in programs]
-    traced = [read_program(program) for program in programs]
+    scanned = list(map(scanned_inputs, programs))
+    traced = list(map(read_program, programs))
     for number in range(count):
-        dtypes = set()
-        for program in traced:
-            dtypes.add(used_dtype(program, number, differentiated=False))
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        dtype, *others = (used_dtype(program, number, differentiated=False) for program in traced)
+        if any(other != dtype for other in others):
+            dtype = None
         shape = traced[0].inputs[number].shape
         is_scanned = all(flags[number] for flags in scanned)
         forms.append(ArrayForm(dtype, is_scanned and 1 <= shape[0] <= MOST_LAYERS))
@@ -168,7 +167,9 @@ def _moved(array: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _cast(array: jax.Array, dtype: Any) -> jax.Array:
-    return array if dtype is None else array.astype(dtype)
+    if dtype is None:
+        return array
+    return array.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

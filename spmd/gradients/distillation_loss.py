@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem, check_fields, check_type, describe_value
 from spmd.gradients.losses import (
-    ModelLoss,
+    ModelInputs,
     Sums,
     check_answers,
     check_chunk,
@@ -74,8 +74,8 @@ class DistillationLoss:
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         """Return the sums of a batch, and the updated variables."""
         frozen = jax.lax.stop_gradient(self._teacher_in(batch))
-        student = self._part(self.model)
-        teacher = self._part(self.teacher.model)
+        student = ModelInputs(self.model, token_inputs)
+        teacher = ModelInputs(self.teacher.model, token_inputs)
         batch = teacher.prepare(student.prepare(batch))
         with (
             zigzag_batch(batch, position_aware=self._is_position_aware) as ordered,
@@ -92,16 +92,6 @@ class DistillationLoss:
                 params, variables, key, *inputs, train=True, **keywords
             )
             return self._sums(as_outputs(returned), theirs, ordered), variables
-
-    def _part(self, model: Model) -> ModelLoss:
-        """Return what gives a model its part of a batch."""
-        return ModelLoss(model, token_inputs, self._no_sums)
-
-    @staticmethod
-    def _no_sums(outputs: Outputs, batch: Any) -> Sums:
-        """Return no sums: those of both models are made together."""
-        del outputs, batch
-        return {}
 
     @property
     def _is_position_aware(self) -> bool:
@@ -130,8 +120,12 @@ class DistillationLoss:
         check_chunk(theirs, self.chunk)
         _check_vocabularies(mine.logits, theirs.logits)
         targets, weights = take_arrays(batch, "targets", "weights")
-        heads = [at_temperature(x.logits, self.config.temperature) for x in (mine, theirs)]
-        divergences = token_divergences(*heads, reverse=self.config.reverse, chunk=self.chunk)
+        divergences = token_divergences(
+            at_temperature(mine.logits, self.config.temperature),
+            at_temperature(theirs.logits, self.config.temperature),
+            reverse=self.config.reverse,
+            chunk=self.chunk,
+        )
         divergence = (divergences * weights).sum()
         sums = cross_entropy(mine.logits, targets, weights, chunk=self.chunk)
         share = self.config.weight
@@ -190,15 +184,16 @@ def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _check_vocabularies(mine: Any, theirs: Any) -> None:
     """Raise a `ConfigError` for logits of unlike vocabularies."""
-    sizes = []
-    for logits in (mine, theirs):
-        size = logits.shape[-1] if not isinstance(logits, LazyLogits) else _vocabulary(logits)
-        sizes.append(size)
-    if sizes[0] != sizes[1]:
-        what = f"predicts {sizes[1]} tokens, the student {sizes[0]}"
+    own = _vocabulary(mine)
+    other = _vocabulary(theirs)
+    if own != other:
+        what = f"predicts {other} tokens, the student {own}"
         problem = Problem(TEACHER, what, fix="a teacher with the student's tokenizer")
         raise ConfigError("Unlike vocabularies:", [problem])
 
 
-def _vocabulary(head: LazyLogits) -> int:
-    return head.kernel.shape[head.axes.index("o")]
+def _vocabulary(logits: Any) -> int:
+    """Return the size of the vocabulary of logits, or of a head."""
+    if isinstance(logits, LazyLogits):
+        return logits.kernel.shape[logits.axes.index("o")]
+    return logits.shape[-1]

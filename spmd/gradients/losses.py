@@ -258,28 +258,17 @@ def _check_shapes(tokens: tuple[int, ...], targets: jax.Array, weights: jax.Arra
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelLoss:
-    """A `LossFn` of a model's outputs, with its parts accessible to a pipeline.
+class ModelInputs:
+    """The arguments of a model from a batch.
 
     Attributes:
         inputs: Batch → the model's inputs.
-        sums: `(Outputs, batch)` → `Sums`.
-        train: Whether the model runs in training mode (dropout, updates of batch statistics) or in
-            evaluation mode.
-        additive: Whether the sums are declared to be sums over examples, so that the loss is not
-            traced to check this.
-        weighted: Whether `sums` adds up losses that are multiplied by their weights, as
-            `cross_entropy` does. None can be a mean then, so the loss is not traced to check this.
 
     A `padding_aware` model also gets the batch's `valid_tokens`.
     """
 
     model: Model
     inputs: Callable[[Any], tuple[Any, ...]]
-    sums: Callable[[Outputs, Any], Sums]
-    train: bool = True
-    additive: bool = False
-    weighted: bool = False
 
     def prepare(self, batch: Any) -> Any:
         """Add the mask of valid tokens to a batch, for a `padding_aware` model.
@@ -300,6 +289,26 @@ class ModelLoss:
         if takes_valid and isinstance(batch, Mapping) and VALID in batch:
             return inputs, {VALID: batch[VALID]}
         return inputs, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLoss(ModelInputs):
+    """A `LossFn` of a model's outputs, with its parts accessible to a pipeline.
+
+    Attributes:
+        sums: `(Outputs, batch)` → `Sums`.
+        train: Whether the model runs in training mode (dropout, updates of batch statistics) or in
+            evaluation mode.
+        additive: Whether the sums are declared to be sums over examples, so that the loss is not
+            traced to check this.
+        weighted: Whether `sums` adds up losses that are multiplied by their weights, as
+            `cross_entropy` does. None can be a mean then, so the loss is not traced to check this.
+    """
+
+    sums: Callable[[Outputs, Any], Sums]
+    train: bool = True
+    additive: bool = False
+    weighted: bool = False
 
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         """Return the sums of a batch, and the updated variables."""

@@ -91,8 +91,10 @@ def _stacks(equation: JaxprEqn) -> set[Any]:
     found = set[Any]()
     whole = set[Any]()
     for atom, is_stacked in zip(equation.invars, stacked_operands(equation), strict=True):
-        group = found if is_stacked else whole
-        group |= _variables([atom])
+        if is_stacked:
+            found |= _variables([atom])
+        else:
+            whole |= _variables([atom])
     return found - whole
 
 

@@ -61,7 +61,7 @@ def _on_own_tokens(run: Run, student: LazyLogits, teacher: LazyLogits) -> Run:
         return run
     axes = tuple(axis for axis in split_axes(mesh) if axis in TOKEN_AXES)
     rows = tuple(axis for axis in BATCH_AXES if axis in axes)
-    tokens = P(rows or None, "sequence" if "sequence" in axes else None)
+    tokens = P(rows, tuple(axis for axis in axes if axis not in rows))
     specs = []
     for head in (student, teacher):
         specs.append(dataclasses.replace(jax.tree.map(lambda _: P(), head), x=tokens, placed=None))
