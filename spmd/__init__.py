@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from spmd.gradients.accumulate import accumulate
     from spmd.gradients.base import value_and_grad
     from spmd.gradients.deferred_reduction import defer_grad_reduction
+    from spmd.gradients.distillation_loss import distillation_loss
     from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
     from spmd.gradients.preference_loss import preference_loss
     from spmd.jaxpr.examples import per_example
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from spmd.run.session import RunResult
     from spmd.run.train import train
     from spmd.settings.compress import CompressConfig
+    from spmd.settings.distillation import DistillationConfig
     from spmd.settings.dpo import DPOConfig
     from spmd.sharding.batch import whole
     from spmd.sharding.from_flax import rules_from_annotations
@@ -84,6 +86,7 @@ __all__ = [
     "DPOConfig",
     "DataConfig",
     "DiLoCo",
+    "DistillationConfig",
     "EvaluationConfig",
     "EvaluationInterval",
     "GradTransform",
@@ -120,6 +123,7 @@ __all__ = [
     "classification_loss",
     "cross_entropy",
     "defer_grad_reduction",
+    "distillation_loss",
     "ema_params",
     "evaluated_params",
     "fit",
@@ -163,6 +167,7 @@ _HOMES = {
     "CheckpointManager": "spmd.checkpoint.manager",
     "CompressConfig": "spmd.settings.compress",
     "DPOConfig": "spmd.settings.dpo",
+    "DistillationConfig": "spmd.settings.distillation",
     "DataConfig": "spmd.data.loader",
     "DiLoCo": "spmd.diloco.transform",
     "EvaluationConfig": "spmd.run.config",
@@ -218,6 +223,7 @@ _HOMES = {
     "place_batch": "spmd.training.batch",
     "plan_report": "spmd.report.step_report",
     "preference_loss": "spmd.gradients.preference_loss",
+    "distillation_loss": "spmd.gradients.distillation_loss",
     "process_shard": "spmd.data.process_batches",
     "replica_mesh": "spmd.diloco.replicas",
     "replicate": "spmd.sharding.rules",

@@ -36,6 +36,7 @@ CATEGORIES = {
     "optimizer": "optimizer state",
     "variables": "variables",
     "batch": "batch",
+    "whole": "arrays without examples",
     "grads": "gradients",
     "activations": "saved activations",
     "stages": "slots of stages",
@@ -282,7 +283,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     now, copies = _at_peak(buffers, shapes)
     now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # fragmentation
     arguments, host = _state_bytes(plan)
-    arguments["batch"] = sum(value.bytes(axes) for value in program.inputs[count:])
+    arguments |= _batch_bytes(plan, batch, program.inputs[count:])
     saved = collections.Counter[str]()
     for buffer in saved_activations(program, axes):
         if buffer.on_host:
@@ -306,6 +307,17 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         copies=copies,
         lifetimes=_lifetimes(buffers, shapes),
     )
+
+
+def _batch_bytes(plan: ShardingPlan, batch: Any, inputs: Sequence[TracedValue]) -> dict[str, int]:
+    """Return the bytes of a batch's arrays with examples, and of those without any."""
+    axes = dict(plan.mesh.shape)
+    sizes = {"batch": 0, "whole": 0}
+    splits = plan.rules.batch_table.arrays(batch).values()
+    for value, split in zip(inputs, splits, strict=True):
+        category = "whole" if split.examples is None else "batch"
+        sizes[category] += value.bytes(axes)
+    return sizes
 
 
 def trace_program(step: TrainStep, batch: Any, platform: str) -> tuple[TracedProgram, int]:

@@ -23,7 +23,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.parity.bugs import Bug
 from spmd.parity.result import Parity
-from spmd.run.build import abstract_batch, config_mesh, evaluation_config, make_setup, planned_mesh
+from spmd.run.build import config_mesh, evaluation_config, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
@@ -96,7 +96,9 @@ def run_check(arguments: list[str]) -> int:
     _check_processes(command)
     if not command.json:
         _print_left_out(config)
-    plain = evaluation_config(config)
+    plain = dataclasses.replace(
+        evaluation_config(config), teacher=config.teacher, distillation=config.distillation
+    )
     check = Check(plain, command.check_steps)
     init = check_init(check.one_device)
     if init and not command.json:
@@ -106,7 +108,7 @@ def run_check(arguments: list[str]) -> int:
     if not command.products:
         mesh = config_mesh(plain)
         setup = check.setup_on(mesh)
-    faults = find_faults(setup.step, abstract_batch(plain))
+    faults = find_faults(setup.step, setup.batch)
     return _run(command, check, mesh, faults)
 
 
@@ -243,7 +245,7 @@ def _exit_code(ok: bool) -> int:
 def _check_explicit(command: CheckCommand[Any]) -> int:
     setup = make_setup(command.config, planned_mesh(command.config))
     check_microbatches(setup)
-    return _print_explicit(command, setup.step, abstract_batch(command.config))
+    return _print_explicit(command, setup.step, setup.batch)
 
 
 def _print_explicit(command: _CheckOptions, step: TrainStep, batch: Any) -> int:

@@ -28,8 +28,8 @@ from spmd.model_interface.model import abstract_key
 from spmd.precision import cast_floats
 from spmd.run.build import build_base_model, build_precision
 from spmd.run.config import TrainConfig
-from spmd.run.load_params import is_run, read_adapters, read_magnitudes, read_params, read_variables
-from spmd.run.run_dir import RunDir
+from spmd.run.load_params import read_adapters, read_magnitudes, read_params, read_variables
+from spmd.run.run_dir import RunDir, is_run
 from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
 from spmd.storage.address import locate
 from spmd.storage.download import local_path

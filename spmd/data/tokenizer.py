@@ -67,6 +67,9 @@ class Tokenizer(Protocol):
     def specials(self) -> frozenset[int]:
         """Ids of special tokens: they are no text."""
 
+    def tokens(self) -> dict[str, int]:
+        """Return the id of each token, by its name."""
+
     def encode(self, text: str) -> np.ndarray:
         """Encode a document, 1-D, without `starts` and `eos`.
 
@@ -109,6 +112,10 @@ class ByteTokenizer:
         """Only `eos`."""
         return (self.eos,)
 
+    def tokens(self) -> dict[str, int]:
+        """Return the id of each byte, by the name that other tokenizers give it."""
+        return {f"<0x{byte:02X}>": byte for byte in range(256)}
+
     def encode(self, text: str) -> np.ndarray:
         """Encode `text` as uint8 `[bytes]`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -149,6 +156,10 @@ class JsonTokenizer:
         """Ids of special tokens."""
         added = self.model.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
+
+    def tokens(self) -> dict[str, int]:
+        """Return the id of each token, added ones included, by its text in the vocabulary."""
+        return dict(self.model.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> np.ndarray:
         """Encode `text` as uint32 `[tokens]`, without added tokens."""
@@ -254,6 +265,26 @@ def load_tokenizer(name: str) -> Tokenizer:
         parts.append(f"ends {ends[0]}")
     bos = _bos(path, ids) if path.name == TOKENIZER else None
     return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model, bos)
+
+
+def token_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
+    """Return the first token that two tokenizers number differently; empty if there is none.
+
+    Example:
+        >>> token_difference(ByteTokenizer(), ByteTokenizer())
+        ''
+    """
+    own = ours.tokens()
+    other = theirs.tokens()
+    for token, number in own.items():
+        if token not in other:
+            return f"{token!r} is token {number} of the one, and none of the other"
+        if other[token] != number:
+            return f"{token!r} is token {number} of the one, and {other[token]} of the other"
+    for token, number in other.items():
+        if token not in own:
+            return f"{token!r} is token {number} of the other, and none of the one"
+    return ""
 
 
 def _local_file(name: str) -> Path:

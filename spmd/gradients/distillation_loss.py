@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import ConfigError, Problem, check_fields, check_type, describe_value
+from spmd.errors import ConfigError, Problem, check_type, describe_value
 from spmd.gradients.losses import (
     ModelInputs,
     Sums,
@@ -30,35 +30,12 @@ from spmd.layers.zigzag import zigzag_batch
 from spmd.model_interface.model import Model, Outputs, as_outputs
 from spmd.plan.context import current, override, use_plan
 from spmd.plan.plan import ShardingPlan
+from spmd.settings.distillation import DistillationConfig
 from spmd.sharding.batch import WholeArrays
 from spmd.tree import check_like, flatten
 
 TEACHER = "teacher"
 """Name of the teacher's parameters in a batch: `spmd.whole(params)`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillationConfig:
-    """Loss of distillation.
-
-    Attributes:
-        weight: w: share of the divergence; the rest is the cross-entropy.
-        temperature: T: of both distributions in the divergence.
-        reverse: KL(student ‖ teacher) instead, which seeks modes (Gu et al., arXiv:2306.08543).
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    weight: float = 0.5
-    temperature: float = 1.0
-    reverse: bool = False
-
-    def __post_init__(self) -> None:
-        rules = {"weight": "above 0 and at most 1", "temperature": "above 0"}
-        problems = check_fields(self, rules)
-        if problems:
-            raise ConfigError("Invalid distillation:", problems)
 
 
 @dataclasses.dataclass(frozen=True)

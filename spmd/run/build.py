@@ -9,6 +9,7 @@ import functools
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from spmd.gradients.deferred_reduction import (
     choose_deferred_reduction,
     defer_grad_reduction,
 )
+from spmd.gradients.distillation_loss import TEACHER, distillation_loss
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, ModelLoss, next_token_loss
 from spmd.gradients.preference_loss import preference_loss
@@ -62,8 +64,11 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, precision_problems, recipe_problems, untuned_problems
 from spmd.run.stages import check_stages
+from spmd.run.teacher_plan import make_teacher_plan
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig, powersgd_rank
+from spmd.settings.distillation import DistillationConfig
 from spmd.settings.quantize import RECIPES, parse_table
+from spmd.sharding.batch import whole
 from spmd.sharding.mesh import (
     BATCH_AXES,
     AnyMesh,
@@ -91,6 +96,7 @@ class TrainSetup(PlannedStep):
 
     config: TrainConfig
     schedule: Schedule | None
+    teacher: ShardingPlan | None
     exchange: DeferredReduction
     grad_fn: GradFn
     evaluation_loss_fn: LossFn
@@ -109,14 +115,18 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     model = build_model(config)
     schedule = build_schedule(config, mesh)
     check_stages(config.model, schedule)
-    loss_fn = build_loss(config, model)
+    teacher = make_teacher_plan(config, mesh)
+    loss_fn = build_training_loss(config, model, teacher)
+    batch = abstract_batch(config)
+    if teacher is not None:
+        batch[TEACHER] = whole(teacher.abstract_params)
     with Together("Invalid plan:") as errors:
         problems = _problems_of_chip(config, mesh, chip)
         problems += _problems_once(config, schedule)
         problems += _problems_without_flush(config, schedule)
         errors.add(ConfigError("Conflicting settings:", problems))
         plan = build_plan(config, mesh, model, build_transforms(config, loss_fn, schedule))
-    grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
+    grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan, batch)
     options = _build_compiler_options(config, mesh)
     norms: Norms = no_norms
     if config.norms:
@@ -131,11 +141,12 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     return TrainSetup(
         config=config,
         schedule=schedule,
+        teacher=teacher,
         exchange=exchange,
         grad_fn=grad_fn,
         evaluation_loss_fn=_build_evaluation_loss(config, model, schedule),
         step=step,
-        batch=abstract_batch(config),
+        batch=batch,
     )
 
 
@@ -193,12 +204,28 @@ def _check_replicas(config: TrainConfig, mesh: AnyMesh) -> None:
 
 def evaluation_config(config: TrainConfig) -> TrainConfig:
     """Return a config for a model's evaluation: one model, and everything sent as it is stored."""
-    return dataclasses.replace(config, compress=NO_COMPRESSION, quantize="", diloco=DiLoCoConfig())
+    return dataclasses.replace(
+        config,
+        compress=NO_COMPRESSION,
+        quantize="",
+        diloco=DiLoCoConfig(),
+        teacher="",
+        distillation=DistillationConfig(),
+    )
 
 
 def _build_evaluation_loss(config: TrainConfig, model: Model, schedule: Schedule | None) -> LossFn:
     """Return the loss without dropout, of a pipeline's microbatches if there is a schedule."""
     return in_stages(build_loss(config, model, train=False), schedule)
+
+
+def build_training_loss(
+    config: TrainConfig, model: Model, teacher: ShardingPlan | None = None
+) -> LossFn:
+    """Return the loss of training: that of the task, or beside a teacher."""
+    if teacher is None:
+        return build_loss(config, model)
+    return distillation_loss(model, teacher, config.distillation, chunk=config.logits_chunk)
 
 
 def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> ModelLoss:
@@ -462,7 +489,11 @@ def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Probl
 
 
 def build_grad_fn(
-    config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None, plan: ShardingPlan
+    config: TrainConfig,
+    loss_fn: LossFn,
+    schedule: Schedule | None,
+    plan: ShardingPlan,
+    batch: Any,
 ) -> tuple[GradFn, DeferredReduction]:
     """Return the gradient function of a batch, and its exchange.
 
@@ -483,9 +514,7 @@ def build_grad_fn(
     if schedule and not schedule.flush:
         return grad_fn, DeferredReduction((), "the schedule has no flush")
     if config.accumulate * count_microbatches(config, schedule) > 1:
-        exchange = choose_deferred_reduction(
-            grad_fn, plan, abstract_batch(config), config.defer_grad_reduction
-        )
+        exchange = choose_deferred_reduction(grad_fn, plan, batch, config.defer_grad_reduction)
         return defer_grad_reduction(grad_fn, exchange.axes), exchange
     return grad_fn, DeferredReduction()
 
@@ -524,10 +553,10 @@ def build_flags(config: TrainConfig, platform: str, kind: str) -> tuple[Flag, ..
 def count_flops(config: TrainConfig) -> Flops | None:
     """Return the model FLOPs of each token, with their formula.
 
-    None if the model's config does not count them.
+    None if the model's config does not count them, or a teacher's products are in the step as well.
     """
     model = config.model
-    if not isinstance(model, CountsFlops):
+    if config.teacher or not isinstance(model, CountsFlops):
         return None
     return transformer_flops(
         model.matmul_params, model.layers, model.attention_width, keys_of(config)
@@ -638,8 +667,8 @@ def _check_no_other_tokenizer(init: str) -> None:
         raise ConfigError("The model cannot read these conversations:", [problem])
 
 
-def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return a batch's shapes and dtypes."""
+def abstract_batch(config: TrainConfig) -> dict[str, Any]:
+    """Return the shapes and dtypes of a batch's tokens."""
     shape = (config.data.batch, config.data.sequence)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if config.task == "dpo":

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.gradients.distillation_loss import TEACHER
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import (
     TrainSetup,
@@ -24,6 +25,8 @@ from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
 from spmd.run.reference import pairs_with_reference
 from spmd.run.step_source import shape_problems
+from spmd.run.teacher import open_teacher
+from spmd.sharding.batch import whole
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Reference, pad_unevenly
 from spmd.training.step import TrainStep
@@ -65,9 +68,10 @@ class Check:
         return make_setup(self.config, one_device_mesh())
 
     @functools.cached_property
-    def batches(self) -> list[dict[str, np.ndarray]]:
+    def batches(self) -> list[dict[str, Any]]:
         """Host batches, one for each step."""
         size = self.config.data.batch
+        whole_arrays = self._arrays_of_teacher()
         text = open_text_dataset(self.config)
         for part in pairs_with_reference(text.parts):
             # Any reference model is as good for a comparison of layouts: one that knows nothing.
@@ -79,8 +83,15 @@ class Check:
         batches = []
         for step in range(self.steps):
             rows = np.arange(step * size, (step + 1) * size)
-            batches.append(pad_unevenly(order.read(rows), seed=step))
+            batches.append({**pad_unevenly(order.read(rows), seed=step), **whole_arrays})
         return batches
+
+    def _arrays_of_teacher(self) -> dict[str, Any]:
+        """Return the teacher's parameters on the host, as a batch has them; empty without one."""
+        teacher = open_teacher(self.one_device)
+        if teacher is None:
+            return {}
+        return {TEACHER: whole(jax.device_get(teacher.arrays.value))}
 
     def reference(self, microbatches: int) -> Reference:
         """Return the steps on one device with accumulation over microbatches; compiled once."""

@@ -51,6 +51,7 @@ from spmd.precision import canonical_precision, make_precision
 from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig, powersgd_rank
+from spmd.settings.distillation import DistillationConfig
 from spmd.settings.dpo import DPOConfig
 from spmd.settings.quantize import table_problems
 from spmd.sharding.mesh import MeshShape
@@ -262,6 +263,11 @@ class TrainConfig(RunConfig, Generic[M]):
     do not drift, such as 1e-4; the metric logit_z_loss is this part of the loss."""
     norms: bool = False
     """Add norms of parameters, gradients and updates to the metrics, by module and layer."""
+    teacher: str = ""
+    """Run folder or Hugging Face folder of a frozen model with the same tokens, to distil: what it
+    predicts is trained beside the targets. Empty: none."""
+    distillation: DistillationConfig = DistillationConfig()
+    """Loss beside the teacher."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
@@ -297,6 +303,7 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from _large_numbers(self)
         yield from location_problems("out", self.out)
         yield from location_problems("init", self.init)
+        yield from location_problems("teacher", self.teacher)
         yield from source_problems("evaluate.sets", self.evaluate.sets)
         yield from attention_problems(self.attention, self.context)
         yield from flag_problems(self.xla)
@@ -311,6 +318,7 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from self._problems_of_norms()
         yield from self._problems_of_replicas()
         yield from self._problems_of_mup()
+        yield from self._problems_of_teacher()
 
     @property
     def narrow_model(self) -> M:
@@ -392,6 +400,25 @@ class TrainConfig(RunConfig, Generic[M]):
             yield Problem("mup", what, fix="leave it out")
         if not problems and dataclasses.is_dataclass(self.model):
             yield from _problems_of_heads(self.narrow_model, self.model)
+
+    def _problems_of_teacher(self) -> Iterator[Problem]:
+        """Yield the settings in conflict with a teacher, or without effect."""
+        if not self.teacher:
+            if self.distillation != DistillationConfig():
+                fix = "--teacher RUN or FOLDER"
+                yield Problem("distillation", "is given, and there is no teacher", fix=fix)
+            return
+        others = {
+            "task": (self.task == "dpo", "the loss of pairs has none", "sft or pretrain"),
+            "logit_z_loss": (bool(self.logit_z_loss), "its loss has none beside a teacher", "0"),
+            "mesh.pipe": (self.mesh.pipe > 1, "stages are of one model", "1"),
+            "diloco.every": (bool(self.diloco.every), "replicas hold no other model", "0"),
+        }
+        for field, (is_wrong, why, fix) in others.items():
+            if is_wrong:
+                value = operator.attrgetter(field)(self)
+                what = f"is {value}, and a teacher is given: {why}"
+                yield Problem(field, what, fix=f"{fix}, or no --teacher")
 
     def _problems_of_replicas(self) -> Iterator[Problem]:
         """Yield the settings in conflict with DiLoCo."""

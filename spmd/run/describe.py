@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from spmd import tree
 from spmd.codecs import EXCHANGES
 from spmd.data.sampler import MixtureSchedule
 from spmd.diloco.replicas import AXIS as REPLICAS
@@ -57,6 +58,7 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
     text += exchange_line(setup)
     text += microbatch_line(setup)
     text += mixture_line(setup.config)
+    text += teacher_line(setup)
     kind = device[1] if device else device_kind(setup.mesh)
     return text + plan_lines(setup, kind)
 
@@ -133,6 +135,21 @@ def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> st
     slots = router.dispatch == "capacity" and (is_whole or router.choice == "expert")
     how = describe_exchange(axes, router, slots=slots)
     return f"\nexperts {router.experts}{over}, {router.top_k} a token: {how}"
+
+
+def teacher_line(setup: TrainSetup) -> str:
+    """Return the size of the teacher; empty without one."""
+    if setup.teacher is None:
+        return ""
+    count = tree.size(setup.teacher.abstract_params)
+    held = sum(entry.bytes_per_device for entry in setup.teacher.params)
+    of_loss = setup.config.distillation
+    way = "reverse divergence" if of_loss.reverse else "divergence"
+    return (
+        f"\nteacher {setup.config.teacher}: {count:,} frozen parameters, "
+        f"{human_bytes(held)} on each device; {way} at the temperature {of_loss.temperature:g} "
+        f"has {of_loss.weight:.0%} of the loss"
+    )
 
 
 def _expert_kernel(plan: ShardingPlan) -> ParamPlacement | None:

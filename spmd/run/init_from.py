@@ -23,8 +23,8 @@ from spmd.model_interface.wrapped_param import abstract_params
 from spmd.run.build import TrainSetup
 from spmd.run.config import TrainConfig, config_difference, config_values
 from spmd.run.load_config import other_config
-from spmd.run.load_params import is_run, read_params, read_variables
-from spmd.run.run_dir import RunDir
+from spmd.run.load_params import read_params, read_variables
+from spmd.run.run_dir import RunDir, is_run
 from spmd.storage.address import Location, locate
 from spmd.storage.download import is_side_file, local_path
 from spmd.training.state import TrainState, init_state

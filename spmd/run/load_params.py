@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.checkpoint.manifest import read_object
 from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, Problem
-from spmd.hf.folder import CONFIG, open_folder
+from spmd.hf.folder import open_folder
 from spmd.hf.load import load_published
 from spmd.lora.adapters import BASE, whole_magnitudes, with_adapters
 from spmd.lora.config import LoRAConfig
@@ -29,7 +28,7 @@ from spmd.run.build import build_model, build_optimizer, build_precision
 from spmd.run.config import TrainConfig
 from spmd.run.external_state import ExternalState
 from spmd.run.load_config import other_config
-from spmd.run.run_dir import RunDir
+from spmd.run.run_dir import RunDir, is_run
 from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
@@ -43,25 +42,6 @@ from spmd.training.evaluated_params import (
     trained_point,
 )
 from spmd.training.state import ModelState
-
-_MAX_CONFIG_BYTES = 16 << 20
-
-
-def is_run(location: Location) -> bool:
-    """Return true for a run folder, never for a folder from Hugging Face.
-
-    The config.py of a run folder is executed.
-    """
-    folder = RunDir(location)
-    if not isinstance(location, Path):
-        return bool(folder.checkpoint_steps())
-    path = folder.path
-    if not (location / "checkpoints").is_dir() or any(path.glob("*.safetensors*")):
-        return False
-    try:
-        return "architectures" not in read_object(path / CONFIG, _MAX_CONFIG_BYTES)
-    except (OSError, ValueError):
-        return True  # `RunDir.config` reports that there is no run
 
 
 def frozen_base(config: TrainConfig) -> ExternalState:

@@ -23,8 +23,9 @@ _TEXT = (
     "chat.template",
     "chat.longer",
     "chat.date",
+    "teacher",
 )
-"""Fields that may change if the corpus stays the same: if the files were moved."""
+"""Fields that may change if corpus and teacher stay the same: if the files were moved."""
 
 MAY_CHANGE = (
     # How a step is computed: the result is the same up to the order of summation.
@@ -54,6 +55,7 @@ MAY_CHANGE = (
     "diloco.keep",
     "diloco.learning_rate",
     "logit_z_loss",
+    "distillation",
     "optimizer.learning_rate",
     "optimizer.schedule",
     "optimizer.warmup_steps",

@@ -481,3 +481,20 @@ def check_has_run(run: RunDir, name: str) -> None:
     else:
         problem = Problem(name, "does not exist", fix=nearest_file(path))
     raise CheckpointError("Run not found:", [problem])
+
+
+def is_run(location: Location) -> bool:
+    """Return true for a run folder, never for a folder from Hugging Face.
+
+    The config.py of a run folder is executed.
+    """
+    folder = RunDir(location)
+    if not isinstance(location, Path):
+        return bool(folder.checkpoint_steps())
+    path = folder.path
+    if not (location / "checkpoints").is_dir() or any(path.glob("*.safetensors*")):
+        return False
+    try:
+        return "architectures" not in read_object(path / "config.json", _MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
+        return True  # `RunDir.config` reports that there is no run

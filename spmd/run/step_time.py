@@ -93,8 +93,17 @@ class ModelNumbers:
 
 
 def count_model(setup: TrainSetup) -> ModelNumbers:
-    """Count the parameters of a config's model from its plan; raise `ConfigError` for adapters."""
+    """Count the parameters of a config's model from its plan.
+
+    Raises:
+        ConfigError: Adapters are trained, or there is a teacher.
+    """
     model, plan = setup.config.model, setup.plan
+    if setup.teacher is not None:
+        what = "is a second model in the step, and no rates are fitted to two"
+        fix = "--teacher '', or spmd plan --compile"
+        problem = Problem("teacher", what, fix=fix)
+        raise ConfigError("The time of a step cannot be predicted:", [problem])
     if setup.config.lora.targets:
         problem = Problem(
             "lora.targets",

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Batches, Sampler, bigram_loss, ordered_batches
+from spmd.data.loader import Batch, Sampler, bigram_loss, ordered_batches
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.accelerators import describe_devices
@@ -32,7 +33,6 @@ from spmd.resilience.attempts import CurrentAttempt
 from spmd.resilience.supervisor import Worker
 from spmd.run.build import (
     TrainSetup,
-    abstract_batch,
     build_flags,
     config_mesh,
     count_flops,
@@ -58,6 +58,7 @@ from spmd.run.reference import (
 from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.session import RunResult
+from spmd.run.teacher import BatchesWithTeacher, Teacher, open_teacher
 from spmd.sharding.mesh import AnyMesh
 from spmd.storage.address import locate
 from spmd.training.loop import Hook
@@ -166,6 +167,7 @@ class CheckedRun:
     Attributes:
         sets: Evaluation sets; the first one is the validation split of the text.
         init: Line about the initial parameters; empty for a run that is resumed.
+        teacher: The frozen model beside the trained one, if there is one.
         load_result: Whether the compiled step is loaded; None if that was not tried.
     """
 
@@ -173,6 +175,7 @@ class CheckedRun:
     text: TextDataset
     sets: Sequence[EvaluationSet]
     init: str
+    teacher: Teacher | None = None
     load_result: LoadResult | None = None
 
 
@@ -203,7 +206,10 @@ def check(
     taken = [each.name for each in own]
     named = open_sets(config, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
     init = "" if resumes else check_init(setup)
-    return CheckedRun(setup, text, (*own, *named), init, load_result)
+    teacher = open_teacher(setup)
+    if teacher is not None and not was_checked:
+        teacher.check(text.tokenizer)
+    return CheckedRun(setup, text, (*own, *named), init, teacher, load_result)
 
 
 def make_run(
@@ -231,20 +237,25 @@ def make_run(
     if pairs:
         keep_references(pairs, folder.path)
         on_initial_state = functools.partial(compute_references, setup, pairs)
-    notes = [flags, _init_line(checked.init), _base_line(frozen), corpus_line]
+    notes = [
+        flags,
+        _init_line(checked.init),
+        _base_line(frozen),
+        corpus_line,
+    ]
     tokens = config.data.batch * config.data.sequence
     return Run(
         folder.location,
         setup.step,
-        functools.partial(_training_batches, setup, text, order),
+        functools.partial(_training_batches, checked, order),
         config=config,
         evaluation=_evaluation_batches(checked),
         evaluation_loss=setup.evaluation_loss_fn,
-        data=text.fingerprint,
+        data=_fingerprint(checked),
         hooks=(CopySourceFiles(setup, folder.path), *hooks),
         writers=writers,
         throughput=Throughput(tokens, "tokens", count_flops(config), weighed_unit(config)),
-        batch=abstract_batch(config),
+        batch=setup.batch,
         reloaded=frozen,
         load_result=checked.load_result,
         initial_state=functools.partial(initial_state, setup),
@@ -270,13 +281,19 @@ def _base_line(frozen: ExternalState | None) -> str:
     return f"\ncheckpoints have the adapters alone: {keep}, or {save}"
 
 
-def _training_batches(
-    setup: TrainSetup, text: TextDataset, order: Sampler, start: int, steps: int
-) -> Batches:
+def _fingerprint(checked: CheckedRun) -> str:
+    """Return the fingerprint of the text, and of the teacher's parameters."""
+    if checked.teacher is None:
+        return checked.text.fingerprint
+    return f"{checked.text.fingerprint} teacher {checked.teacher.digest}"
+
+
+def _training_batches(checked: CheckedRun, order: Sampler, start: int, steps: int) -> Iterator[Any]:
     """Return the batches of the steps `start + 1 … steps`."""
+    setup = checked.setup
     data = setup.config.data
-    text.check_epochs(steps, data.batch)  # again, as roll-backs skip batches
-    return ordered_batches(
+    checked.text.check_epochs(steps, data.batch)  # again, as roll-backs skip batches
+    batches = ordered_batches(
         order,
         batch=data.batch,
         sharding=setup.plan.batch_sharding("tokens"),
@@ -285,6 +302,9 @@ def _training_batches(
         threads=data.threads,
         prefetch=data.prefetch,
     )
+    if checked.teacher is None:
+        return batches
+    return BatchesWithTeacher(batches, checked.teacher.arrays)
 
 
 def _evaluation_batches(checked: CheckedRun) -> dict[str, Callable[[], Iterable[Batch]]]:

@@ -15,7 +15,7 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.distillation_loss import DistillationConfig, distillation_loss
+from spmd.gradients.distillation_loss import distillation_loss
 from spmd.gradients.losses import next_token_loss
 from spmd.layers.lm_head import LazyLogits, materialize
 from spmd.layers.logit_divergence import token_divergences
@@ -23,6 +23,7 @@ from spmd.model_interface.model import Model
 from spmd.models import mixtral
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
+from spmd.settings.distillation import DistillationConfig
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.step import make_train_step
 from tests import tiny

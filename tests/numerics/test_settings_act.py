@@ -54,6 +54,7 @@ OF_CONFIG = {
     "dpo": DPOConfig(beta=0.2),
     "logit_z_loss": 0.1,
     "norms": True,
+    "distillation": spmd.DistillationConfig(weight=0.2),
 }
 """Field of `TrainConfig` that is no keyword of `make_plan` → a value that is not its default."""
 
@@ -63,6 +64,7 @@ LEFT_OUT_OF_CONFIG = {
     "mesh": "is audited",
     "slices": LEFT_OUT["slices"],
     "init": "is where parameters come from",
+    "teacher": "is a second model, in tests/numerics/test_teacher.py",
     "data": "decides batches, and no program of a step",
     "defer_grad_reduction": "chooses between two ways of parts of a batch, whatever the model",
     "sample": "is between steps",

@@ -8,6 +8,7 @@ batch is taken from here.
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,16 @@ def labels_of(
     return labels
 
 
-def train_there(model: Any, chosen: list, labels: dict) -> list[float]:
+def next_token_there(ids: tuple[int, ...], logits: Any, targets: Any) -> Any:
+    """Sum of the cross-entropies of a conversation."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+
+def train_there(
+    model: Any, chosen: list, labels: dict, loss_of: Callable[..., Any] = next_token_there
+) -> list[float]:
     """Losses of AdamW in PyTorch: each conversation by itself, the sum over a batch divided by its trained tokens."""
     import torch
 
@@ -169,12 +179,7 @@ def train_there(model: Any, chosen: list, labels: dict) -> list[float]:
         optimizer.zero_grad()
         for ids in batch:
             logits = model(torch.tensor([ids])).logits[0, :-1]
-            loss = (
-                torch.nn.functional.cross_entropy(
-                    logits, torch.tensor(labels[ids][1:]), reduction="sum"
-                )
-                / weight
-            )
+            loss = loss_of(ids, logits, torch.tensor(labels[ids][1:])) / weight
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_([x for _, x in named], CLIP)
@@ -200,6 +205,44 @@ def test_whole_fine_tuning_has_the_losses_of_transformers(folder: Path, transfor
 
     assert worst(ours, theirs(masked=True)) < TOLERANCE
     assert worst(ours, theirs(masked=False)) > 100 * TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of TRL, for what it calls experimental
+def test_a_student_has_the_losses_of_trl(folder: Path, transformers: Any) -> None:
+    """Ten steps beside a larger teacher, whole and with adapters that begin at nothing; the control is its temperature.
+
+    TRL's divergence is not scaled by the squared temperature.
+    """
+    import torch
+    from trl.experimental.gkd import GKDTrainer
+
+    sizes = {"hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 4}
+    write_llama(folder / "teacher", MARKED, **sizes, num_key_value_heads=4, initializer_range=0.1)
+    given = ["--teacher", folder / "teacher", "--distillation.weight", 0.75]
+    given += ["--distillation.temperature", 2]
+    assert run("train", folder / "tiny.py", "--out", folder / "student", *given) == 0
+    chosen, labels = conversations(folder, setup_of(folder)), labels_of(transformers, folder)
+    frozen = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher")
+
+    def theirs(temperature: float) -> list[float]:
+        def mixed(ids: tuple[int, ...], logits: Any, targets: Any) -> Any:
+            with torch.no_grad():
+                taught = frozen(torch.tensor([ids])).logits[0, :-1]
+            divergence = GKDTrainer.generalized_jsd_loss(
+                logits, taught, targets, beta=0, temperature=temperature, reduction="sum"
+            )
+            entropy = next_token_there(ids, logits, targets)
+            return 0.25 * entropy + 0.75 * temperature**2 * divergence
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+        return train_there(model, chosen, labels, mixed)
+
+    assert worst(losses(folder / "student"), theirs(temperature=2)) < TOLERANCE
+    assert worst(losses(folder / "student"), theirs(temperature=1)) > 100 * TOLERANCE
+    assert run("train", folder / "tiny.py", "--out", folder / "taught", *given, *LORA) == 0
+    adapted = losses(folder / "taught")
+    assert adapted[0] == pytest.approx(losses(folder / "student")[0], abs=TOLERANCE)
+    assert adapted[-1] < adapted[0]
 
 
 def adapter_at_start(folder: Path, out: Path, setup: TrainSetup) -> None:

@@ -1,0 +1,96 @@
+"""The frozen teacher of a run: its parameters, and batches with them (`--teacher`)."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from spmd.data.loader import Batches
+from spmd.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer, token_difference
+from spmd.errors import ConfigError, Problem
+from spmd.gradients.distillation_loss import TEACHER
+from spmd.hf.folder import open_folder
+from spmd.hf.load import check_published, load_published
+from spmd.plan.plan import ShardingPlan
+from spmd.resilience.digests import digest_arrays
+from spmd.run.build import TrainSetup
+from spmd.run.load_config import other_config
+from spmd.run.load_params import read_params
+from spmd.run.run_dir import RunDir, is_run
+from spmd.sharding.batch import whole
+from spmd.storage.address import locate
+from spmd.storage.download import is_side_file, local_path
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Teacher:
+    """A frozen model beside the trained one.
+
+    Attributes:
+        folder: Run folder or Hugging Face folder.
+        plan: Its plan, of `make_teacher_plan`.
+    """
+
+    folder: str
+    plan: ShardingPlan
+
+    @functools.cached_property
+    def arrays(self) -> Any:
+        """Its parameters as a batch has them, on the mesh; loaded once."""
+        location = locate(self.folder)
+        abstract = self.plan.abstract_params
+        if is_run(location):
+            return whole(read_params(location, abstract))
+        with open_folder(location) as found:
+            return whole(load_published(found, abstract))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of its parameters: a resumed run has the same teacher."""
+        return digest_arrays(self.arrays.value)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Check its files, and the tokens that it knows, before anything is loaded.
+
+        Raises:
+            ConfigError: Its tokenizer is another one.
+            CheckpointError: Its tensors are not those of its model.
+        """
+        location = locate(self.folder)
+        if is_run(location):
+            with other_config():
+                theirs = RunDir(location).config().data.tokenizer
+        else:
+            with open_folder(location) as found:
+                check_published(found, self.plan.abstract_params, {})
+            beside = local_path(self.folder, is_side_file) / TOKENIZER
+            if not beside.exists():
+                return
+            theirs = str(beside)
+        difference = token_difference(tokenizer, load_tokenizer(theirs))
+        if difference:
+            fix = "a teacher and a --data.tokenizer with the same tokens"
+            problem = Problem("teacher", "knows other tokens", difference, fix)
+            raise ConfigError(f"{self.folder} cannot be the teacher:", [problem])
+
+
+def open_teacher(setup: TrainSetup) -> Teacher | None:
+    """Return the teacher of a setup, without its parameters; None if there is none."""
+    if setup.teacher is None:
+        return None
+    return Teacher(setup.config.teacher, setup.teacher)
+
+
+class BatchesWithTeacher(Iterator[Any]):
+    """Batches with the parameters of a teacher; `close` closes them."""
+
+    def __init__(self, batches: Batches, teacher: Any) -> None:
+        self._batches = batches
+        self._teacher = teacher
+
+    def __next__(self) -> Any:
+        return {**next(self._batches), TEACHER: self._teacher}
+
+    def close(self) -> None:
+        """Stop prefetching."""
+        self._batches.close()
