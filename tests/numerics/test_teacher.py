@@ -30,6 +30,11 @@ from tests.train_runs import write_tiny
 GIVEN = ("--distillation.weight", 0.7, "--distillation.temperature", 2)
 LARGER = ("--model.d-model", 64, "--model.heads", 8, "--model.kv-heads", 4)
 
+MORE_WORDS = """
+model = dataclasses.replace(config.model, vocab=320)
+config = dataclasses.replace(config, model=model)
+"""
+
 
 def config(**fields: Any) -> spmd.TrainConfig[Any]:
     model = tiny.replaced(vocab=256)
@@ -60,10 +65,7 @@ def test_what_a_teacher_does_not_go_with() -> None:
 @pytest.mark.soak
 def test_a_run_is_taught_by_another_run(tmp_path: Path, capsys: Any) -> None:
     """Sharded by a plan of its own; resumed with the same parameters or not at all."""
-    path = write_tiny(
-        tmp_path,
-        "\nmodel = dataclasses.replace(config.model, vocab=320)\nconfig = dataclasses.replace(config, model=model)\n",
-    )
+    path = write_tiny(tmp_path, MORE_WORDS)
     capsys.readouterr()
     run("train", path, *LARGER, "--out", tmp_path / "big", "--steps", 6)
     taught = ["--teacher", tmp_path / "big", *GIVEN]
@@ -85,7 +87,8 @@ def test_a_run_is_taught_by_another_run(tmp_path: Path, capsys: Any) -> None:
         tiny.mesh(fsdp=2),
     )
     teacher = open_teacher(setup)
-    assert teacher is not None and isinstance(setup.batch[TEACHER], WholeArrays)
+    assert teacher is not None
+    assert isinstance(setup.batch[TEACHER], WholeArrays)
     held = tree.flatten(teacher.arrays.value)
     assert any("fsdp" in str(x.sharding.spec) for x in held.values())
     own = tree.flatten(read_params(locate(str(tmp_path / "big")), teacher.plan.abstract_params))
