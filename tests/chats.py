@@ -34,6 +34,15 @@ TOOLS = (
     "{% continue %}{% endif %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
     "{% endfor %} on {{ strftime_now('%Y') }}"
 )
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""As templates of models that reason: the thoughts of turns before the last question are left out."""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 PLAIN = [
     {"role": "user", "content": "What is 2 + 2?"},

@@ -11,10 +11,10 @@ import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from spmd.checkpoint.manifest import read_bounded, read_object
-from spmd.data.message_fields import flag_problems, is_turned_off, map_texts
+from spmd.data.message_fields import FLAGS, flag_problems, is_turned_off, map_texts, weight_of
 from spmd.data.template_worker import BEGIN, END, MAX_SOURCE, WORKER, Part, RejectedTemplateError
 from spmd.data.tokenizer import SETTINGS, ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
@@ -49,10 +49,12 @@ _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _MAX_BYTES = 2**24
 _SHOWN = 24
 _OWNER = "\ufdd2"  # has no meaning in any text, as the marks of generation blocks
+_UNTRAINED = FLAGS[1]
 _MARKS = (BEGIN, END, _OWNER)
 _TITLE = "Invalid chat template:"
 
 Longer = Literal["refuse", "drop", "truncate"]
+Turns = Literal["together", "each"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +70,13 @@ class ChatConfig:
     date: str = ""
     """Date for templates that write today's, such as 2025-01-31: a resumed run must have the
     same text."""
+    turns: Turns = "together"
+    """Conversations with several turns of the assistant: together, in one text; or each turn by
+    itself, after what precedes it: for templates that leave out the reasoning of earlier turns."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, {"longer": get_args(Longer)}, "chat.")
+        rules = {"longer": get_args(Longer), "turns": get_args(Turns)}
+        problems = check_fields(self, rules, "chat.")
         problems += location_problems("chat.template", self.template)
         try:
             _ = self.now
@@ -107,17 +113,31 @@ class Conversation:
     tools: Any = None
 
 
+class TrainedPart(NamedTuple):
+    """Part of a text that is trained.
+
+    Attributes:
+        begin: Its first character.
+        end: The character after it.
+        weight: Weight in the loss of each of its tokens.
+    """
+
+    begin: int
+    end: int
+    weight: float = 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class ChatText:
     """Text of a conversation.
 
     Attributes:
-        spans: The first character of each part that is trained, and that after it.
+        parts: The parts that are trained.
         read: Names of the fields of messages that the template read.
     """
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    parts: tuple[TrainedPart, ...]
     read: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
 
 
@@ -224,7 +244,7 @@ class ChatTemplate:
         >>> template = ChatTemplate(source, "an example")
         >>> messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
         >>> template.write(Conversation(messages))
-        ChatText(text='<user>hi<assistant>ho', spans=((8, 21),))
+        ChatText(text='<user>hi<assistant>ho', parts=(TrainedPart(begin=8, end=21, weight=1.0),))
 
     Raises:
         DataError: The template is not Jinja, or writes the date and has none.
@@ -322,7 +342,7 @@ class ChatTemplate:
             raise BadConversationError(f"the template {error}") from error
 
     def write(self, conversation: Conversation) -> ChatText:
-        """Return a conversation's text, and the spans of the assistant's turns not turned off.
+        """Return a conversation's text, and the parts of the assistant's turns not turned off.
 
         Raises:
             BadConversationError: The template refuses it, or its turns cannot be told apart.
@@ -339,12 +359,13 @@ class ChatTemplate:
         (text, *others), read = self._render(messages, conversation.tools, parts)
         if self.marks_turns:
             return self._write_marked(conversation, text, frozenset(read))
-        spans = []
+        trained = []
         for number, before, through in zip(said, others[::2], others[1::2], strict=True):
             _check_prefix(before, through, f"the prompt for message {number} and the text with it")
             _check_prefix(through, text, f"the text with message {number} and the whole text")
-            spans.append((len(before), len(through)))
-        return ChatText(text, tuple(spans), frozenset(read))
+            weight = weight_of(messages[number - 1])
+            trained.append(TrainedPart(len(before), len(through), weight))
+        return ChatText(text, tuple(trained), frozenset(read))
 
     def _write_marked(
         self, conversation: Conversation, marked: str, read: frozenset[str]
@@ -355,22 +376,46 @@ class ChatTemplate:
         have its number.
         """
         text, spans = _without_marks(marked)
-        off = set()
+        weights = {}
         numbered = []
         for number, message in enumerate(conversation.messages):
-            if is_turned_off(message):
-                off.add(str(number))
+            weights[str(number)] = weight_of(message)
             numbered.append(_with_owner(number, message))
-        if not off:
-            return ChatText(text, spans, read)
+        if set(weights.values()) == {1.0}:
+            return ChatText(text, tuple(TrainedPart(*span) for span in spans), read)
         tagged, blocks = _without_marks(self.render(numbered, conversation.tools))
         owners = [set(tagged[begin:end].split(_OWNER)[1::2]) for begin, end in blocks]
-        _check_owners(owners, off, len(spans))
-        kept = []
+        _check_owners(owners, weights, len(spans))
+        trained = []
         for span, block in zip(spans, owners, strict=True):
-            if not block & off:
-                kept.append(span)
-        return ChatText(text, tuple(kept), read)
+            weight = weights[min(block)]
+            if weight:
+                trained.append(TrainedPart(*span, weight))
+        return ChatText(text, tuple(trained), read)
+
+
+def each_turn(conversation: Conversation) -> Iterator[Conversation]:
+    """Yield each trained turn of the assistant by itself: it, and what precedes it untrained.
+
+    Example:
+        >>> roles = ("user", "assistant", "user", "assistant")
+        >>> messages = tuple({"role": role, "content": "hi"} for role in roles)
+        >>> [len(turn.messages) for turn in each_turn(Conversation(messages))]
+        [2, 4]
+    """
+    before = list[dict[str, Any]]()
+    for message in conversation.messages:
+        if message["role"] == "assistant" and not is_turned_off(message):
+            yield Conversation((*before, message), conversation.tools)
+        before.append(untrained(message))
+
+
+def untrained(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message, marked not to be trained if it is the assistant's."""
+    if message["role"] != "assistant":
+        return dict(message)
+    plain = {name: value for name, value in message.items() if name not in FLAGS}
+    return {**plain, _UNTRAINED: False}
 
 
 def _with_owner(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,18 +423,18 @@ def _with_owner(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return map_texts(lambda own: f"{own}{_OWNER}{number}{_OWNER}", message)
 
 
-def _check_owners(owners: list[set[str]], off: set[str], count: int) -> None:
-    """Raise unless each of `count` generation blocks is all of trained messages, or all off."""
+def _check_owners(owners: list[set[str]], weights: Mapping[str, float], count: int) -> None:
+    """Raise unless each of `count` generation blocks is of messages with one weight."""
     detail = ""
     if len(owners) != count:
         detail = "its generation blocks vary"
     for number, block in enumerate(owners, 1):
-        is_mixed = bool(block & off) and bool(block - off)
-        if not block or is_mixed:
+        of_block = {weights[number_of_message] for number_of_message in block}
+        if len(of_block) != 1:
             detail = f"generation block {number} is not of one message"
             break
     if detail:
-        what = "some turns are marked not to be trained, and they cannot be told apart"
+        what = "some turns have weights or are not trained, and they cannot be told apart"
         fix = "--chat.template FILE with a generation block for each turn"
         raise BadConversationError(f"{what}: {detail}", fix)
 
@@ -404,7 +449,10 @@ def _check_prefix(start: str, text: str, what: str) -> None:
             break
         at += 1
     detail = f"{what} differ at character {at}: {_piece(start, at)} and {_piece(text, at)}"
-    fix = "--chat.template FILE with the assistant's text in {% generation %} … {% endgeneration %}"
+    fix = (
+        "--chat.turns each, for a template that changes earlier turns; or --chat.template FILE with "
+        "the assistant's text in {% generation %} … {% endgeneration %}"
+    )
     raise BadConversationError(f"its turns cannot be told apart: {detail}", fix)
 
 

@@ -24,6 +24,7 @@ from spmd.data.chat import (
     ChatTemplate,
     ChatText,
     Conversation,
+    each_turn,
     read_conversation,
 )
 from spmd.data.corpus import (
@@ -38,7 +39,7 @@ from spmd.data.corpus import (
 from spmd.data.documents import FileProblems
 from spmd.data.file_formats import JSON_FORMATS
 from spmd.data.log_probs import LogProbs
-from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
+from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off, weight_of
 from spmd.data.preferences import PAIR_FIELDS, read_pair
 from spmd.data.sources import SourceFile, find_files
 from spmd.data.text_files import JsonRows
@@ -56,7 +57,7 @@ _FIELDS = {"message": "message field ", "line": "line field "}
 _FIELDS_SHOWN = 10
 _TITLE = "invalid conversations:"
 _Document = tuple[np.ndarray, np.ndarray]
-"""Ids of a conversation, and the mask of those that are trained."""
+"""Ids of a conversation, and the mask of those that are trained, or their weights."""
 
 
 def _one_conversation(line: Any, roles: Callable[[str], bool]) -> tuple[Conversation, ...]:
@@ -121,12 +122,14 @@ def make_chat_corpus(
     }
     if form is not CONVERSATIONS:
         settings["form"] = form.name
+    if config.turns != ChatConfig.turns:
+        settings["turns"] = config.turns
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     rebuilt: list[str] = []
     folder = cache.local / fingerprint
     cached = _open_cached(folder, tokenizer.vocab, rebuilt)
     if cached is None:
-        texts = _Texts(tokenizer, template, config.longer, sequence, form)
+        texts = _Texts(tokenizer, template, config, sequence, form)
         cache.make(
             fingerprint,
             lambda built: _write(*texts.split(files, validation), built),
@@ -177,17 +180,20 @@ class _Texts:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        longer: str,
+        config: ChatConfig,
         sequence: int,
         form: RowForm,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.longer = longer
+        self.longer = config.longer
+        self.turns = config.turns
         self.sequence = sequence
         self.form = form
-        counted = ("conversations", "longer", "dropped", "equal", "tokens", "trained", "turned off")
-        self.about = dict.fromkeys(counted, 0)
+        of_rows = ("conversations", "longer", "dropped", "equal", "turns")
+        of_tokens = ("tokens", "trained")
+        of_messages = ("turned off", "weighted")
+        self.about = dict.fromkeys((*of_rows, *of_tokens, *of_messages), 0)
         self.fields = {of: collections.Counter[str]() for of in _FIELDS}
         self.read = {"message": {*READ_HERE}, "line": {*form.fields}}
 
@@ -220,7 +226,7 @@ class _Texts:
         for _, documents in found:
             for ids, mask in documents:
                 self.about["tokens"] += len(ids)
-                self.about["trained"] += int(mask[1:].sum())
+                self.about["trained"] += int(np.count_nonzero(mask[1:]))
         self._count_unread_fields()
         return arrays, self.about
 
@@ -266,11 +272,34 @@ class _Texts:
     def _encode(self, line: Any) -> list[_Document]:
         """Return the documents of a line; none if it is dropped, and counted."""
         conversations = self.form.read(line, self.template.knows)
-        documents = [self._document(conversation) for conversation in conversations]
+        self._count_fields(line, conversations)
+        if self.form is PAIRS:
+            documents = list(map(self._document, conversations))
+            if all(np.array_equal(ids, documents[0][0]) for ids, _ in documents):
+                self.about["equal"] += 1
+                return []
+            return self._fitting(documents)
+        if self.turns == "each":
+            (conversation,) = conversations
+            conversations = tuple(each_turn(conversation))
+            self.about["turns"] += len(conversations)
+        kept = []
+        for conversation in conversations:
+            kept += self._fitting([self._document(conversation)])
+        return kept
+
+    def _count_fields(self, line: Any, conversations: Iterable[Conversation]) -> None:
+        """Count the fields of a line and of its messages, and what flags say of them."""
         self.fields["line"].update(name for name, value in line.items() if value is not None)
-        if len(documents) > 1 and all(np.array_equal(ids, documents[0][0]) for ids, _ in documents):
-            self.about["equal"] += 1
-            return []
+        for conversation in conversations:
+            for message in conversation.messages:
+                self.fields["message"].update(message.keys())
+                if self.form is CONVERSATIONS:  # others mark their prompts
+                    self.about["turned off"] += is_turned_off(message)
+                    self.about["weighted"] += weight_of(message) not in (0.0, 1.0)
+
+    def _fitting(self, documents: list[_Document]) -> list[_Document]:
+        """Return documents for one sequence, shortened if need be; none if they are dropped."""
         if sum(len(ids) - 1 for ids, _ in documents) <= self.sequence:
             return documents
         self.about["longer"] += 1
@@ -285,11 +314,7 @@ class _Texts:
     def _document(self, conversation: Conversation) -> _Document:
         """Return the ids and the mask of a conversation."""
         written = self.template.write(conversation)
-        for message in conversation.messages:
-            self.fields["message"].update(message.keys())
         self.read["message"] |= written.read
-        if self.form is CONVERSATIONS:  # others mark their prompts
-            self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
         # JSON can contain half of a surrogate pair, which tokenizers reject
         written.text.encode("utf-8")
         ids, _, mask = trained_tokens(self.tokenizer, written)
@@ -329,12 +354,18 @@ class _Texts:
 def trained_tokens(
     tokenizer: Tokenizer, written: ChatText
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the ids of a conversation, their characters `[n, 2]`, and the mask of trained ones."""
+    """Return the ids of a conversation, their characters `[n, 2]`, and the mask of trained ones.
+
+    Where a weight is neither 0 nor 1, the mask has the weights, float32.
+    """
     ids, characters = tokenizer.encode_chat(written.text)
-    mask = np.zeros(len(ids), bool)
-    for begin, end in written.spans:
-        mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
-    return ids, characters, mask
+    weights = np.zeros(len(ids), np.float32)
+    for part in written.parts:
+        is_inside = (characters[:, 0] < part.end) & (characters[:, 1] > part.begin)
+        weights[is_inside] = np.maximum(weights[is_inside], part.weight)
+    if all(part.weight == 1 for part in written.parts):
+        return ids, characters, weights > 0
+    return ids, characters, weights
 
 
 def _notes(
@@ -349,6 +380,12 @@ def _notes(
     off = about["turned off"]
     if off:
         yield f"{off:,} messages are marked not to be trained ({', '.join(FLAGS)})"
+    weighted = about.get("weighted", 0)
+    if weighted:
+        yield f"{weighted:,} messages have weights other than 0 and 1"
+    turns = about.get("turns", 0)
+    if turns:
+        yield f"each of {turns:,} turns of the assistant is a text by itself"
     readers = {"message": "the chat template", "line": "spmd"}
     for of, reader in readers.items():
         unread = _unread_fields(about, of)

@@ -101,6 +101,7 @@ def _example(
     written = template.write(conversation)
     ids, characters, mask = trained_tokens(tokenizer, written)
     is_trained = np.zeros(len(written.text), bool)
+    mask = mask > 0
     mask[:1] = False  # the first token is no target
     for begin, end in characters[mask].tolist():
         is_trained[begin:end] = True

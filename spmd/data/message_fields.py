@@ -1,11 +1,15 @@
 """Fields of a conversation's messages: flags of trained turns, and fields read by a template."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-FLAGS = ("weight", "train", "training", "loss", "trainable")
-"""Fields that say whether a message is trained: 0 or false, 1 or true. OpenAI and Mistral write
-`weight`."""
+WEIGHT = "weight"
+"""Field with the weight of a message's tokens in the loss; OpenAI and Mistral write 0 or 1."""
+FLAGS = (WEIGHT, "train", "training", "loss", "trainable")
+"""Fields that say whether a message is trained: 0 or false, 1 or true."""
+_MOST = 1e6
+"""Largest weight of a message."""
 READ_HERE = ("role", "content", *FLAGS)
 """Fields that are read without a template."""
 
@@ -14,8 +18,8 @@ def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yield the problems of a message's flags: other values, contradictions, a turn without mask.
 
     Example:
-        >>> list(flag_problems({"role": "assistant", "weight": 0.5}, "message 2"))
-        ['message 2 has "weight": 0.5, which is none of 0, 1, false and true']
+        >>> list(flag_problems({"role": "assistant", "train": 0.5}, "message 2"))
+        ['message 2 has "train": 0.5, which is none of 0, 1, false and true']
     """
     values = set()
     flags = []
@@ -24,8 +28,10 @@ def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
             continue
         value = message[name]
         flags.append(f'"{name}": {value!r}')
-        if _is_flag(value):
+        if _is_flag(value) or (name == WEIGHT and _is_weight(value)):
             values.add(bool(value))
+        elif name == WEIGHT:
+            yield f'{where} has "{name}": {value!r}, which is no number from 0 to {_MOST:g}'
         else:
             yield f'{where} has "{name}": {value!r}, which is none of 0, 1, false and true'
     written = " and ".join(flags)
@@ -43,6 +49,23 @@ def is_turned_off(message: Mapping[str, Any]) -> bool:
         True
     """
     return any(not message[name] for name in FLAGS if name in message)
+
+
+def weight_of(message: Mapping[str, Any]) -> float:
+    """Return the weight in the loss of a message's tokens, by its flags.
+
+    Example:
+        >>> weight_of({"role": "assistant", "content": "perhaps", "weight": 0.5})
+        0.5
+    """
+    if is_turned_off(message):
+        return 0.0
+    return float(message.get(WEIGHT, 1))
+
+
+def _is_weight(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= _MOST and math.isfinite(value)
 
 
 def _is_flag(value: Any) -> bool:

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spmd.data.chat import ROLES, BadConversationError, Conversation, read_messages
-from spmd.data.message_fields import FLAGS, is_turned_off
+from spmd.data.chat import ROLES, BadConversationError, Conversation, read_messages, untrained
+from spmd.data.message_fields import is_turned_off, weight_of
 
 SIDES = ("chosen", "rejected")
 """Fields of the preferred and of the other answer."""
@@ -29,7 +29,6 @@ _HAS_TURNS = re.compile(r"\s*(Human|Assistant):")
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant): ?")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _SYSTEM = ("system", "developer")
-_UNTRAINED = FLAGS[1]
 
 
 def read_pair(
@@ -67,7 +66,7 @@ def read_pair(
     pair = []
     for side, messages in zip(SIDES, conversations, strict=True):
         _check_answer(messages[shared:], side)
-        pair.append(Conversation((*map(_untrained, messages[:shared]), *messages[shared:]), tools))
+        pair.append(Conversation((*map(untrained, messages[:shared]), *messages[shared:]), tools))
     return pair[0], pair[1]
 
 
@@ -182,11 +181,5 @@ def _check_answer(messages: Sequence[Mapping[str, Any]], side: str) -> None:
         raise BadConversationError(f'"{side}" has no message of the assistant')
     if all(map(is_turned_off, said)):
         raise BadConversationError(f'every message of "{side}" is marked not to be trained')
-
-
-def _untrained(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of the prompt, marked not to be trained if it is the assistant's."""
-    if message["role"] != "assistant":
-        return dict(message)
-    plain = {name: value for name, value in message.items() if name not in FLAGS}
-    return {**plain, _UNTRAINED: False}
+    if not {weight_of(message) for message in said} <= {0.0, 1.0}:
+        raise BadConversationError(f'"{side}" has a weight other than 0 and 1, and pairs have none')

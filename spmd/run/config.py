@@ -349,6 +349,9 @@ class TrainConfig(RunConfig, Generic[M]):
         if self.task != "dpo" and self.dpo != DPOConfig():
             what = f"is for pairs of answers, and task is {self.task}"
             yield Problem("dpo", what, fix="--task dpo")
+        if self.task == "dpo" and self.chat.turns != ChatConfig.turns:
+            what = f"is {self.chat.turns}, and an answer is what comes after the prompt"
+            yield Problem("chat.turns", what, fix="together")
         if self.task == "dpo" and self.logit_z_loss:
             what = f"is {self.logit_z_loss:g}, and the loss of pairs has none"
             yield Problem("logit_z_loss", what, fix="--logit-z-loss 0")

@@ -23,6 +23,7 @@ _TEXT = (
     "chat.template",
     "chat.longer",
     "chat.date",
+    "chat.turns",
     "teacher",
 )
 """Fields that may change if corpus and teacher stay the same: if the files were moved."""

@@ -78,7 +78,7 @@ def test_marked_tokens_are_those_of_transformers(folder, theirs):
         _, characters = load_tokenizer(str(folder / "tokenizer.json")).encode_chat(written.text)
         masks[source] = sum(
             ((characters[:, 0] < end) & (characters[:, 1] > begin)).astype(int)
-            for begin, end in written.spans
+            for begin, end, _ in written.parts
         )
     assert masks[MARKED].tolist() == found["assistant_masks"]
     assert 0 < masks[MARKED].sum() == masks[CHATML].sum() - 2

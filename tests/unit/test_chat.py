@@ -3,18 +3,31 @@
 import json
 
 import jinja2
+import numpy as np
 import pytest
 
 from spmd.data.chat import (
     BadConversationError,
     ChatConfig,
     Conversation,
+    each_turn,
     find_template,
     read_conversation,
 )
-from spmd.data.tokenizer import load_tokenizer
+from spmd.data.chat_corpus import trained_tokens
+from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
 from spmd.errors import ConfigError, DataError
-from tests.chats import CHATML, LLAMA3, MARKED, MISTRAL, PLAIN, TOOLS, template, write_tokenizer
+from tests.chats import (
+    CHATML,
+    LLAMA3,
+    MARKED,
+    MISTRAL,
+    PLAIN,
+    THINKING,
+    TOOLS,
+    template,
+    write_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +48,7 @@ def test_every_character_is_of_a_token(name, folder):
     assert (characters[0, 0], characters[-1, 1]) == (0, len(text))
 
 
-def test_spans_are_what_the_assistant_says():
+def test_parts_are_what_the_assistant_says():
     """Of prefixes, all that follows the prompt for an answer; of generation blocks, what is in them."""
     for source, said in (
         (CHATML, ["  It is 4, é 😀.\n\n<|im_end|>\n", "6<|im_end|>\n"]),
@@ -44,7 +57,7 @@ def test_spans_are_what_the_assistant_says():
         (MARKED, ["  It is 4, é 😀.\n\n<|im_end|>", "6<|im_end|>"]),
     ):
         written = template(source).write(Conversation(tuple(PLAIN)))
-        assert [written.text[begin:end] for begin, end in written.spans] == said
+        assert [written.text[begin:end] for begin, end, _ in written.parts] == said
         assert "\ufdd0" not in written.text
 
 
@@ -57,11 +70,54 @@ def test_a_turn_that_is_marked_not_to_be_trained_is_not(source, flag):
     """0 and false turn it off, in the text that it had; control: 1 and true are as no flag."""
     every = template(source).write(Conversation(tuple(PLAIN)))
     for off, on in ((0, 1), (False, True), (0.0, 1.0)):
-        for value, kept in ((off, every.spans[1:]), (on, every.spans)):
+        for value, kept in ((off, every.parts[1:]), (on, every.parts)):
             line = {"messages": [{**PLAIN[0], flag: off}, {**PLAIN[1], flag: value}, *PLAIN[2:]]}
             written = template(source).write(read_conversation(line))
             assert written.text == every.text
-            assert written.spans == kept
+            assert written.parts == kept
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "marked"])
+def test_a_turn_has_its_weight(source):
+    """Of each of its tokens; the text and the parts are those without weights."""
+    every = template(source).write(Conversation(tuple(PLAIN)))
+    messages = [*PLAIN[:3], {**PLAIN[3], "weight": 0.25}]
+    written = template(source).write(read_conversation({"messages": messages}))
+    assert written.text == every.text
+    assert [part[:2] for part in written.parts] == [part[:2] for part in every.parts]
+    assert [part.weight for part in written.parts] == [1.0, 0.25]
+    tokenizer = ByteTokenizer()
+    _, characters, weights = trained_tokens(tokenizer, written)
+    _, _, mask = trained_tokens(tokenizer, every)
+    begin, end, _ = written.parts[1]
+    is_last = (characters[:, 0] >= begin) & (characters[:, 0] < end)
+    assert mask.dtype == bool
+    assert (weights == np.where(is_last, 0.25, mask)).all()
+
+
+def test_each_turn_has_what_a_model_saw_before_it():
+    """A template that leaves out earlier thoughts needs each turn by itself: all together are refused."""
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "two twos"},
+        {"role": "user", "content": "3 + 3?"},
+        {"role": "assistant", "content": "6", "reasoning_content": "two threes"},
+    ]
+    conversation = read_conversation({"messages": messages})
+    writer = template(THINKING)
+    with pytest.raises(BadConversationError) as caught:
+        writer.write(conversation)
+    assert caught.value.fix.startswith("--chat.turns each")
+    said = []
+    for turn in each_turn(conversation):
+        written = writer.write(turn)
+        ((begin, end, _),) = written.parts
+        said.append(written.text[begin:end])
+        assert written.text[:begin] == writer.prompt(turn.messages[:-1])
+    assert said == [
+        "<think>\ntwo twos\n</think>\n\n4<|im_end|>\n",
+        "<think>\ntwo threes\n</think>\n\n6<|im_end|>\n",
+    ]
 
 
 def test_a_block_is_of_the_message_whose_texts_it_has():
@@ -81,7 +137,7 @@ def test_a_block_is_of_the_message_whose_texts_it_has():
     for off, said in ((0, ["(hm)", "a;", "b;"]), (1, [called, "b;"]), (2, [called, "(hm)", "a;"])):
         flagged = [{**turn, "weight": int(number != off)} for number, turn in enumerate(turns)]
         written = template(source).write(read_conversation({"messages": [asked, *flagged]}))
-        assert [written.text[begin:end] for begin, end in written.spans] == said
+        assert [written.text[begin:end] for begin, end, _ in written.parts] == said
     together = (
         "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     )
@@ -96,9 +152,13 @@ def test_a_block_is_of_the_message_whose_texts_it_has():
 @pytest.mark.parametrize(
     ("number", "flags", "says"),
     [
-        (1, {"weight": 0.5}, '"weight": 0.5, which is none of 0, 1, false and true'),
+        (1, {"weight": -0.5}, '"weight": -0.5, which is no number from 0 to 1e+06'),
+        (1, {"weight": float("nan")}, '"weight": nan, which is no number from'),
+        (1, {"train": 0.5}, '"train": 0.5, which is none of 0, 1, false and true'),
+        (1, {"weight": 0.5, "train": False}, '"weight": 0.5 and "train": False, which disagree'),
+        (0, {"weight": 0.5}, "only messages of the assistant are"),
         (1, {"train": "false"}, "\"train\": 'false', which is none of"),
-        (1, {"weight": 2, "loss": [1]}, '"loss": [1], which is none of'),
+        (1, {"weight": 1, "loss": [1]}, '"loss": [1], which is none of'),
         (1, {"weight": 1, "train": False}, '"weight": 1 and "train": False, which disagree'),
         (0, {"trainable": True}, "only messages of the assistant are"),
         (1, {"training": 0}, "every message of the assistant is marked not to be trained"),
@@ -143,7 +203,7 @@ def test_turns_that_cannot_be_told_apart_are_refused():
         template(last).write(Conversation(tuple(PLAIN)))
     assert "generation" in caught.value.fix
     marked = last.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
-    assert len(template(marked).write(Conversation(tuple(PLAIN))).spans) == 4
+    assert len(template(marked).write(Conversation(tuple(PLAIN))).parts) == 4
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,44 @@ def said(rows: dict) -> list[str]:
     return [ByteTokenizer().decode(targets[weights > 0]) for targets, weights in found]
 
 
+def test_weights_of_messages_are_those_of_their_targets(tmp_path):
+    """In rows and in the notes; the control is a file without weights, whose mask is one of flags."""
+    lines = [line(n) for n in range(9)]
+    plain = corpus(tmp_path, lines)
+    for each in lines[:4]:
+        each["messages"][1]["weight"] = 0.5
+    found = corpus(tmp_path, lines)
+    assert plain.train_mask.dtype == bool
+    assert found.train_mask.dtype == np.float32
+    total = 0.0
+    trained = 0
+    for rows in split_rows(DataConfig(sequence=SEQUENCE), found):
+        weights = rows.rows(np.arange(len(rows)))["weights"]
+        total += weights.sum()
+        trained += np.count_nonzero(weights)
+    assert (trained, total) == (9 * len("say 0\n"), 7 * len("say 0\n"))
+    assert "4 messages have weights other than 0 and 1" in found.notes
+    reopened = corpus(tmp_path, lines)
+    assert np.array_equal(reopened.train_mask, found.train_mask)
+
+
+def test_each_turn_is_a_text_by_itself(tmp_path):
+    """Of one split, with what precedes it; each has room in a sequence, which all together have not."""
+    lines = [line(n, answers=3) for n in range(9)]
+    with pytest.raises(DataError, match="tokens > "):
+        corpus(tmp_path, lines, sequence=40)
+    config = ChatConfig(turns="each")
+    found = corpus(tmp_path, lines, sequence=60, config=config)
+    assert found.documents == 9
+    assert len(found.train_ends) + len(found.validation_ends) == 27
+    assert "each of 27 turns of the assistant is a text by itself" in found.notes
+    for rows in split_rows(DataConfig(sequence=60, packing="padded"), found):
+        for answer in said(rows.rows(np.arange(len(rows)))):
+            assert answer.count("say") == 1
+    with pytest.raises(ConfigError, match=r"chat\.turns"):
+        TrainConfig(model=PRESETS["test"], rules=LLAMA, task="dpo", chat=config)
+
+
 @pytest.mark.parametrize("packing", ["auto", "padded"])
 def test_only_what_the_assistant_says_has_weight(tmp_path, packing):
     """In both packings, each answer once; the control without a mask has all tokens but the first of each."""
