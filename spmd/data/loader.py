@@ -25,6 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.data.array_record import check_ids
+from spmd.data.batch_order import BatchOrder, ConsecutiveRows
+from spmd.data.batch_sizes import BatchSizes, ramp_problems
 from spmd.data.cache_folder import CacheFolder
 from spmd.data.corpus import SPLITS, Corpus, make_corpus
 from spmd.data.hub import source_problems
@@ -42,8 +44,10 @@ BatchIndex = tuple[slice, ...]
 """Rows and columns of a batch that one device holds."""
 
 _DEFAULT_SOURCE = ("stdlib",)
-Packing = Literal["auto", "windows", "documents", "padded"]
+Packing = Literal["auto", "windows", "documents", "padded", "grouped"]
 PACKINGS = get_args(Packing)
+_ALONE = ("padded", "grouped")
+"""Packings with a document in each row."""
 _MAX_BIGRAM_VOCAB = 4096
 _COUNTED_AT_ONCE = 2**22
 
@@ -68,7 +72,8 @@ class DataConfig:
     packing: Packing = "auto"
     """How text becomes sequences: windows cut it every `sequence` tokens, across documents;
     documents puts whole ones side by side, of which none sees another, and cuts those that are
-    longer; padded gives each a sequence of its own; auto is windows for text and documents for
+    longer; padded gives each a sequence of its own; grouped does, too, in batches of similar
+    lengths, padded to one of length_groups lengths; auto is windows for text and documents for
     conversations."""
     streaming: bool = False
     """Tokenize the text while training, in blocks that are kept in the cache, not all of it
@@ -85,6 +90,12 @@ class DataConfig:
     """Threads that prefetch; 0 reads in the training loop."""
     prefetch: int = 2
     """Batches to prefetch; 0 reads in the training loop."""
+    batch_ramp: tuple[str, ...] = ()
+    """Smaller batches in the first steps, ROWS:STEP, so many sequences before this step: 16:1000
+    32:3000. A step of fewer sequences has fewer microbatches."""
+    length_groups: int = 4
+    """With packing grouped: the most lengths to which sequences are padded, so that there is the
+    least padding. The step is compiled for each."""
 
     def __post_init__(self) -> None:
         rules: dict[str, str | tuple[str, ...]] = {
@@ -94,8 +105,11 @@ class DataConfig:
             "prefetch": "at least 0",
             "validation": "above 0 and below 1",
             "packing": PACKINGS,
+            "length_groups": "at least 2 and at most 16",
         }
         problems = check_fields(self, rules, "data.")
+        problems += ramp_problems(self.batch, self.batch_ramp)
+        problems += self._problems_of_groups()
         if not self.source or not all(self.source):
             what = f"is {self.source!r}"
             problems.append(Problem("data.source", what, fix="name a file or folder"))
@@ -115,6 +129,25 @@ class DataConfig:
                 problems.append(Problem(f"data.{field}", "is empty"))
         if problems:
             raise ConfigError("invalid data config:", problems)
+
+    def _problems_of_groups(self) -> Iterator[Problem]:
+        """Yield the settings in conflict with batches of similar lengths, or without effect."""
+        if self.packing != "grouped":
+            if self.length_groups != DataConfig.length_groups:
+                what = f"is {self.length_groups}, and data.packing is {self.packing}"
+                yield Problem("data.length_groups", what, fix="--data.packing grouped")
+            return
+        why = "which batches of similar lengths are not made of"
+        for field in ("mixture", "streaming", "batch_ramp"):
+            value = getattr(self, field)
+            if value:
+                fix = "--data.packing padded or documents"
+                yield Problem(f"data.{field}", f"is {value}, {why}", fix=fix)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Sequences of each step's batch."""
+        return BatchSizes.parse(self.batch, self.batch_ramp)
 
     @property
     def cache_folder(self) -> CacheFolder:
@@ -219,9 +252,16 @@ class Windows:
 
 
 def check_batch_size(
-    batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1
+    batch: int,
+    sequence: int,
+    sharding: NamedSharding,
+    microbatches: int = 1,
+    name: str = "batch",
 ) -> None:
-    """Check that microbatches of a batch `[batch, sequence]` divide over the axes of a sharding."""
+    """Check that microbatches of a batch `[batch, sequence]` divide over the axes of a sharding.
+
+    `name` is that of the number of rows in an error.
+    """
     spec = sharding.spec
     problems = []
     if len(spec) > 2:
@@ -233,7 +273,7 @@ def check_batch_size(
         of_batch["microbatches"] = microbatches
     of_batch |= {axis: sharding.mesh.shape[axis] for axis in entry_axes(batch_entry)}
     of_sequence = {axis: sharding.mesh.shape[axis] for axis in entry_axes(sequence_entry)}
-    problems += _division_problems("batch", batch, of_batch)
+    problems += _division_problems(name, batch, of_batch)
     problems += _division_problems("sequence", sequence, of_sequence)
     if problems:
         raise MeshError("a batch does not fit the mesh:", problems)
@@ -281,7 +321,7 @@ def make_rows(
     packing = packing_of(config, is_chat=mask is not None)
     if packing == "windows":
         return Windows(tokens, config.sequence, vocab)
-    alone = packing == "padded"
+    alone = packing in _ALONE
     return PackedDocuments(tokens, ends, config.sequence, mask, alone, vocab)
 
 
@@ -307,7 +347,7 @@ def corpus_rows(config: DataConfig, corpus: Corpus, split: str) -> RandomAccessD
     reference = None
     if corpus.references:
         reference = corpus.references[number]
-    alone = config.packing == "padded"
+    alone = config.packing in _ALONE
     return PackedPairs(tokens, ends, config.sequence, mask, alone, vocab, reference)
 
 
@@ -324,7 +364,7 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     `close()` or the end of a `with` block stops its threads.
     """
 
-    def __init__(self, ahead: grain.DatasetIterator, order: Sampler) -> None:
+    def __init__(self, ahead: grain.DatasetIterator, order: BatchOrder) -> None:
         self._ahead = ahead
         self._order = order
 
@@ -391,14 +431,37 @@ def ordered_batches(
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.
     """
-    check_batch_size(batch, order.sequence, sharding)
+    return batches_in_order(
+        ConsecutiveRows(order, BatchSizes(batch)),
+        sharding=sharding,
+        start=start,
+        steps=steps,
+        threads=threads,
+        prefetch=prefetch,
+    )
+
+
+def batches_in_order(
+    order: BatchOrder,
+    *,
+    sharding: NamedSharding,
+    start: int,
+    steps: int,
+    threads: int = 2,
+    prefetch: int = 2,
+) -> Batches:
+    """Return the batches of steps `start`, …, `steps - 1`, otherwise as `ordered_batches`."""
+    shapes = order.shapes(start, steps)
+    for shape in shapes:
+        check_batch_size(*shape, sharding)
     if not 0 <= start <= steps:
         problem = Problem("start", "is outside the run", f"not 0 <= {start} <= {steps}")
         raise ConfigError("no batches:", [problem])
-    rows = _process_rows(sharding, (batch, order.sequence))
+    rows = {shape: _process_rows(sharding, shape) for shape in shapes}
 
     def read(step: int) -> Batch:
-        return _to_global(order.read(step * batch + rows), sharding, batch)
+        shape = order.shape(step)
+        return _to_global(order.read(step, rows[shape]), sharding, shape[0])
 
     ahead = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch)
     dataset = grain.MapDataset.range(start, steps).map(read).to_iter_dataset(ahead)

@@ -184,6 +184,12 @@ class PackedDocuments:
         return len(self._rows[1]) - 1
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Number of targets of each row, int64 `[rows]`, where each piece is alone."""
+        assert self.alone, "rows of several pieces are full"
+        return self._pieces[1]
+
+    @property
     def wasted(self) -> float:
         """Fraction of padding among all positions."""
         return 1 - float(self._pieces[1].sum()) / (len(self) * self.sequence)

@@ -7,7 +7,10 @@ import json
 import math
 from collections.abc import Callable
 
+from spmd.data.batch_order import BatchOrder, ConsecutiveRows
+from spmd.data.batch_sizes import BatchSizes
 from spmd.data.corpus import Corpus
+from spmd.data.length_groups import LengthGroups
 from spmd.data.loader import DataConfig, load_corpus, make_rows, split_rows
 from spmd.data.packed_pairs import PackedPairs
 from spmd.data.packing import PackedDocuments
@@ -137,17 +140,28 @@ class TextDataset:
         """Return the number of rows of each set among the first `rows` of the order."""
         return MixtureSchedule(self.shares).counts(rows)
 
-    def check_epochs(self, steps: int, batch: int) -> None:
+    def batch_order(self, config: DataConfig, seed: int) -> BatchOrder:
+        """Return the endless order of training batches."""
+        if config.packing == "grouped":
+            (only,) = self.sets
+            assert isinstance(only.train, PackedDocuments), "rows of documents"
+            return LengthGroups(only.train, config.batch, seed, config.length_groups)
+        return ConsecutiveRows(self.order(seed), config.batch_sizes)
+
+    def check_epochs(self, steps: int, sizes: BatchSizes) -> None:
         """Raise `DataError` if a set ends before so many steps, whatever is drawn of the others."""
         problems = []
-        all_draws = self.draws(steps * batch)
+        all_draws = self.draws(sizes.rows_before(steps))
         for each, share, draws in zip(self.sets, self.shares, all_draws, strict=True):
             if each.train is None or draws <= each.rows_at_most:
                 continue
             rows = len(each.train)
-            needed = f"{steps:,} steps × {batch:,} sequences × {share:.4g} = {draws:,} draws"
+            taken = f"{steps:,} steps × {sizes.last:,} sequences"
+            if sizes.stages:
+                taken = f"{sizes.rows_before(steps):,} sequences of {steps:,} steps"
+            needed = f"{taken} × {share:.4g} = {draws:,} draws"
             has = f"{rows:,} sequences × {_epochs(each.epochs)} = {rows * each.epochs:,}"
-            fitting_steps = int(each.rows_at_most / share) // batch
+            fitting_steps = sizes.steps_within(int(each.rows_at_most / share))
             least_epochs = math.ceil(draws / rows)
             fix = f"epochs={least_epochs} or more, a smaller weight, or more text"
             if fitting_steps:
@@ -157,14 +171,18 @@ class TextDataset:
         if problems:
             raise DataError("a set of the mixture is too short:", problems)
 
-    def describe(self, steps: int, batch: int) -> str:
-        """Return lines with the number of documents and tokens, and a run's part of each set."""
+    def describe(self, rows: int) -> str:
+        """Return lines with the number of documents and tokens, and a run's part of each set.
+
+        Args:
+            rows: Sequences that the run draws.
+        """
         if not self.is_mixture:
             (only,) = self.sets
             return f"corpus: {only.describe()}\n{only.describe_packing()}"
         width = max(len(each.name) for each in self.sets)
         lines = [f"mixture of {len(self.sets)} sets:\n"]
-        all_draws = self.draws(steps * batch)
+        all_draws = self.draws(rows)
         for each, share, draws in zip(self.sets, self.shares, all_draws, strict=True):
             taken = f"{share:.4g} of the sequences: {draws * each.validation.sequence:,} tokens"
             if each.train:

@@ -30,7 +30,9 @@ _ADDING = (*ADDING, "dynamic_update_slice", "max", "min")
 """Operations that combine the result of an iteration with a carried value, in any order."""
 
 
-def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = False) -> GradFn:
+def accumulate(
+    grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = False, examples: int = 0
+) -> GradFn:
     """Accumulate the results of a gradient function over microbatches, one after the other.
 
     A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its
@@ -42,6 +44,8 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
             microbatch. If False, statistics that a model keeps among its variables and declared
             values such as balance losses are of a microbatch (`values_of_microbatches`), and any
             other such loss is an error. If True, `values` are those of the last microbatch.
+        examples: Examples of a batch with so many microbatches; one with fewer examples has fewer,
+            which are no larger. 0: each batch has as many.
 
     Raises:
         ConfigError: At trace time: arrays have different numbers of examples, none, or a number
@@ -57,8 +61,11 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
     def accumulated(
         params: Any, carry: Carry, batch: Any, key: jax.Array
     ) -> tuple[Any, Sums, Carry]:
-        split, shared = split_microbatches(batch, microbatches)
-        keys = jax.random.split(key, microbatches)
+        count = _microbatches_of(batch, microbatches, examples)
+        if count == 1:
+            return grad_fn(params, carry, batch, key)
+        split, shared = split_microbatches(batch, count)
+        keys = jax.random.split(key, count)
 
         def add(
             before: tuple[Any, Carry], part: tuple[Any, jax.Array]
@@ -83,6 +90,27 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
         return gradients, sums | last_values, carry
 
     return with_loss_of(grad_fn, accumulated)
+
+
+def _microbatches_of(batch: Any, microbatches: int, examples: int) -> int:
+    """Return the microbatches of a batch: fewer of one with fewer examples than `examples`."""
+    if not examples:
+        return microbatches
+    for path, split in current().batch.arrays(batch).items():
+        if split.examples is not None:
+            own = tree.flatten(batch)[path].shape[split.examples]
+            return fewer_microbatches(own, microbatches, examples)
+    return microbatches
+
+
+def fewer_microbatches(own: int, microbatches: int, examples: int) -> int:
+    """Return the microbatches of `own` examples, no larger than those of a batch of `examples`.
+
+    Example:
+        >>> [fewer_microbatches(own, microbatches=4, examples=64) for own in (8, 16, 24, 64)]
+        [1, 1, 2, 4]
+    """
+    return max(-(-own * microbatches // examples), 1)
 
 
 def _trace_results(

@@ -18,7 +18,8 @@ class DivergenceCheck(Hook):
     """Raise if a loss or gradient is not finite, a loss is a spike, or too many steps are skipped.
 
     Args:
-        batch: Sequences in a global batch, to name the batch's position in the data.
+        batch: Sequences in a global batch, to name the batch's position in the data; 0 where
+            batches have several sizes.
         last_good: Returns the step of the newest checkpoint.
         floor: A step with a larger `loss_scale` passes: its update was skipped, and the scale is
             lowered.
@@ -143,7 +144,9 @@ class DivergenceCheck(Hook):
         newest = "there is no checkpoint yet"
         if good is not None:
             newest = f"the newest checkpoint is of step {good}"
-        first = (step - 1 + self.skipped_batches) * self.batch
-        last = first + self.batch - 1
-        batch = f"its batch is sequences {first} … {last} of the shuffled data"
+        number = step - 1 + self.skipped_batches
+        first = number * self.batch
+        batch = f"its batch is sequences {first} … {first + self.batch - 1} of the shuffled data"
+        if not self.batch:
+            batch = f"its batch is number {number} of the shuffled data"
         return Problem(f"step {step}", batch, newest, fix)

@@ -28,7 +28,7 @@ from spmd.diloco.transform import DiLoCo
 from spmd.distributed.initialize import compiler_environment, user_xla_flags
 from spmd.distributed.xla_flags import Flag, Value, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, Together
-from spmd.gradients.accumulate import accumulate
+from spmd.gradients.accumulate import accumulate, fewer_microbatches
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.deferred_reduction import (
     DeferredReduction,
@@ -448,14 +448,31 @@ def count_microbatches(config: TrainConfig, schedule: Schedule | None) -> int:
     return config.pipeline.microbatches or 1
 
 
+def microbatches_of(config: TrainConfig, schedule: Schedule | None, rows: int) -> int:
+    """Return the number of parts of a batch of so many sequences, of accumulation and a pipeline."""
+    of_batch = config.data.batch
+    outer = fewer_microbatches(rows, config.accumulate, of_batch)
+    inner = count_microbatches(config, schedule)
+    if schedule:
+        return outer * inner
+    return outer * fewer_microbatches(rows // outer, inner, of_batch // config.accumulate)
+
+
 def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
     """List the settings in conflict with microbatches in flight between steps."""
     if schedule is None or schedule.flush:
         return []
+    problems = list[Problem]()
     accumulates = config.accumulate > 1
     defers_reduction = "data" in config.defer_grad_reduction
     skips_nan = config.on_nan == "skip"
     skips_spike = config.recovery.on_spike == "skip"
+    varies = bool(config.data.batch_ramp) or config.data.packing == "grouped"
+    if varies:
+        what = "has batches of several shapes, and microbatches in flight have one"
+        field = "data.batch_ramp" if config.data.batch_ramp else "data.packing"
+        fix = 'a --data.batch alone and another packing, or pipeline.schedule="1f1b"'
+        problems.append(Problem(field, what, fix=fix))
     no_end = "a batch does not end"
     no_skip = "a step cannot be skipped"
     other = 'pipeline.schedule="1f1b"'
@@ -465,7 +482,6 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
         ("on_nan", skips_nan, no_skip, f'on_nan="stop", or {other}'),
         ("recovery.on_spike", skips_spike, no_skip, f'recovery.on_spike="stop", or {other}'),
     ]
-    problems = list[Problem]()
     for field, is_wrong, reason, fix in checks:
         if is_wrong:
             value = operator.attrgetter(field)(config)
@@ -499,14 +515,16 @@ def build_grad_fn(
 
     It is a pipeline, or takes microbatches one after the other.
     """
+    examples = config.data.batch // config.accumulate
     if not schedule:
-        grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
+        parts = count_microbatches(config, schedule)
+        grad_fn = accumulate(value_and_grad(loss_fn), parts, examples=examples)
     elif schedule.flush:
         table = tabulate(schedule, recompute=config.pipeline.recomputes)
         grad_fn = pipeline(loss_fn, table)
     else:
         grad_fn = pipedream(loss_fn, tabulate(schedule))
-    grad_fn = accumulate(grad_fn, config.accumulate)
+    grad_fn = accumulate(grad_fn, config.accumulate, examples=config.data.batch)
 
     powersgd = build_powersgd(config)
     if powersgd:
@@ -588,7 +606,7 @@ def open_text_dataset(config: TrainConfig) -> TextDataset:
             f"--model.vocab {vocab}",
         )
         raise ConfigError("The model cannot read this corpus:", [problem])
-    text.check_epochs(config.steps, config.data.batch)
+    text.check_epochs(config.steps, config.data.batch_sizes)
     return text
 
 
@@ -667,9 +685,9 @@ def _check_no_other_tokenizer(init: str) -> None:
         raise ConfigError("The model cannot read these conversations:", [problem])
 
 
-def abstract_batch(config: TrainConfig) -> dict[str, Any]:
-    """Return the shapes and dtypes of a batch's tokens."""
-    shape = (config.data.batch, config.data.sequence)
+def abstract_batch(config: TrainConfig, shape: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Return the shapes and dtypes of a batch's tokens, by default those of the largest batch."""
+    shape = shape or (config.data.batch, config.data.sequence)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if config.task == "dpo":
         dtypes |= {"segments": jnp.int32, "pairs": jnp.int32}

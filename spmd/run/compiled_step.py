@@ -128,8 +128,7 @@ def load_compiled_step(
     if _is_named(config):
         path = Path(config.compiled_step).expanduser()
         where = str(path)
-    parts = step.part_batches(batch)
-    is_compiled = all(part.has_program(part_batch) for _, part, part_batch in parts)
+    is_compiled = has_programs(step, batch)
     data = None
     serialized = None
     reason = _ABSENT
@@ -153,6 +152,12 @@ def load_compiled_step(
     programs = pool.submit(serialized.load, step, batch)
     pool.shutdown(wait=False)
     return LoadResult(where, serialized, programs)
+
+
+def has_programs(step: AnyStep, batch: Any) -> bool:
+    """Return whether each part of a step has a program for batches of this shape."""
+    parts = step.part_batches(batch)
+    return all(part.has_program(part_batch) for _, part, part_batch in parts)
 
 
 def finish_loading(result: LoadResult, step: AnyStep, batch: Any, config: RunConfig) -> LoadResult:

@@ -358,6 +358,9 @@ class TrainConfig(RunConfig, Generic[M]):
         if is_chat and self.data.packing == "windows":
             fix = "--data.packing documents or padded"
             yield Problem("data.packing", "is windows, which cut conversations anywhere", fix=fix)
+        if self.task == "dpo" and self.data.packing == "grouped":
+            what = "is grouped, and two answers of a pair are side by side"
+            yield Problem("data.packing", what, fix="documents or padded")
         if is_chat and self.data.streaming:
             what = f"is for text, and task is {self.task}"
             yield Problem("data.streaming", what, fix="no --data.streaming")
@@ -434,6 +437,9 @@ class TrainConfig(RunConfig, Generic[M]):
                 detail = f"{steps} / {every} = {steps / every:.4g}"
                 what = "is no multiple of diloco.every: its parameters would be of an earlier step"
                 yield Problem(field, what, detail, f"a multiple of {every}")
+        if self.data.batch_ramp:
+            what = "is given, and replicas have batches of one size"
+            yield Problem("data.batch_ramp", what, fix="a --data.batch alone")
         if powersgd_rank(self.compress.gradients):
             what = "is PowerSGD over data, along which replicas exchange no gradients"
             yield Problem("compress.gradients", what, fix="diloco.codec=int4")

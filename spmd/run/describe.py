@@ -221,7 +221,7 @@ def mixture_line(config: TrainConfig) -> str:
     if not data.mixture:
         return ""
     weights = [each.weight for each in data.sets]
-    examples = config.steps * data.batch
+    examples = data.batch_sizes.rows_before(config.steps)
     draws = MixtureSchedule(weights).counts(examples)
     total = sum(weights)
     named = list[str]()

@@ -75,21 +75,31 @@ class Throughput:
         unit: What is counted: examples, tokens.
         flops: Model FLOPs of one unit, if they are known.
         weighed: What has a weight of 1 in the loss, if it is not the unit.
+        count_of: Number of a batch → how many units it has, where that varies.
     """
 
     count: int
     unit: str = "examples"
     flops: Flops | None = None
     weighed: str = ""
+    count_of: Callable[[int], int] | None = None
 
     @property
     def unit_of_weights(self) -> str:
         """What has a weight of 1 in the loss."""
         return self.weighed or self.unit
 
-    def values(self, step_s: float, devices: Iterable[jax.Device]) -> dict[str, float]:
-        """Return the rate at `step_s` seconds a step, and the devices' utilization if known."""
-        rate = self.count / step_s
+    def total(self, batches: range) -> int:
+        """Return the units of some batches, the first one of all 0."""
+        if self.count_of is None:
+            return self.count * len(batches)
+        return sum(map(self.count_of, batches))
+
+    def values(
+        self, step_s: float, devices: Iterable[jax.Device], batches: range
+    ) -> dict[str, float]:
+        """Return the rate of some batches at `step_s` seconds a step, and the utilization if known."""
+        rate = self.total(batches) / (len(batches) * step_s)
         values = {f"{self.unit}_per_s": rate}
         if self.flops:
             mfu = utilization(self.flops, rate, devices)
@@ -148,7 +158,9 @@ class Log(Hook):
         if clock.median is not None and clock.p95 is not None:
             values["step_s"] = clock.median
             values["step_s_p95"] = clock.p95
-            values |= self.throughput.values(clock.median, self.devices)
+            end = step + self.skipped_batches
+            batches = range(max(end - self.every, 0), end)
+            values |= self.throughput.values(clock.median, self.devices, batches)
         memory = device_memory()
         if memory is not None:
             values["device_peak_bytes"] = memory

@@ -5,19 +5,21 @@ from pathlib import Path
 from spmd.data.loader import check_batch_size
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.errors import ConfigError, Problem
-from spmd.run.build import TrainSetup, count_microbatches
+from spmd.run.build import TrainSetup, microbatches_of
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.init_from import check_init
 from spmd.storage.address import is_address
 
 
 def check_microbatches(setup: TrainSetup) -> None:
-    """Check that the batch divides into microbatches, and a microbatch over the mesh."""
+    """Check that each size of batches divides into microbatches, and a microbatch over the mesh."""
     config = setup.config
     data = config.data
-    parts = config.accumulate * count_microbatches(config, setup.schedule)
     sharding = setup.plan.batch_sharding("tokens")
-    check_batch_size(data.batch, data.sequence, sharding, parts)
+    for rows in data.batch_sizes.distinct(0, config.steps):
+        parts = microbatches_of(config, setup.schedule, rows)
+        name = "batch" if rows == data.batch else "data.batch_ramp"
+        check_batch_size(rows, data.sequence, sharding, parts, name)
 
 
 def check_config(setup: TrainSetup) -> None:

@@ -105,7 +105,7 @@ class Run(RunSpec):
             console.summary(
                 steps=result.steps,
                 seconds=result.seconds,
-                count=result.steps * rate.count,
+                count=result.count,
                 unit=rate.unit,
                 loss=result.metrics.get("loss"),
                 flops=rate.flops,

@@ -64,6 +64,8 @@ class RunSpec:
         throughput: What a step processes; by default, examples: the length of the batch's first
             array.
         batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
+        other_batches: `(start, steps)` → batches of other shapes among those of the steps
+            `start + 1 … steps`, arrays or shapes: the step is compiled for them before it is taken.
         reloaded: Part of the state that is not saved, but loaded again.
         load_result: Result of `spmd.run.compiled_step.load_compiled_step`, if it was called for the
             step; by default, the run calls it.
@@ -92,6 +94,7 @@ class RunSpec:
     writers: Sequence[Writer] = ()
     throughput: Throughput | None = None
     batch: Any = None
+    other_batches: Callable[[int, int], Sequence[Any]] | None = None
     reloaded: ExternalState | None = None
     load_result: LoadResult | None = None
     initial_state: Callable[[], Any] | None = None

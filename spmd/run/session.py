@@ -43,6 +43,7 @@ from spmd.run.compiled_step import (
     LoadResult,
     WriteCompiledStep,
     finish_loading,
+    has_programs,
     load_compiled_step,
     should_write,
     step_key,
@@ -83,6 +84,7 @@ class RunResult:
         checkpoint: Step of the newest checkpoint.
         seconds: Wall-clock time with compilation, evaluation and checkpoints.
         steps: Steps taken by this process, without those that were rolled back.
+        count: What they processed, in the unit of the throughput: tokens, or examples.
         preempted: Last step of a preempted run, which was saved; None if the run reached its last
             step.
     """
@@ -94,6 +96,7 @@ class RunResult:
     checkpoint: int | None
     seconds: float
     steps: int
+    count: int
     preempted: int | None
 
     def __repr__(self) -> str:
@@ -325,6 +328,8 @@ class _Session:
             rollbacks += 1
             self.say(f"{reason}\nrolling back ({rollbacks} of at most {most} times)")
             point = self.roll_back(point, bad_step)
+        run = self.run
+        skipped = point.skipped_batches
         return RunResult(
             state=trained.state,
             metrics=trained.log.last,
@@ -333,6 +338,7 @@ class _Session:
             checkpoint=self.checkpoints.latest(),
             seconds=time.perf_counter() - began,
             steps=trained.last_step - first_step,
+            count=run.rate.total(range(first_step + skipped, trained.last_step + skipped)),
             preempted=self.preempted_step(trained.last_step),
         )
 
@@ -361,6 +367,7 @@ class _Session:
         point = self.restore() if resume else self.initialize()
         if loading.loaded is not None and not self.finish_loading(loading):
             self.compile_step()
+        self.compile_other_shapes(point)
         self.telemetry.lease.renew_at_once()
         if jax.process_index() == 0:
             run.run_dir.describe(run.config, run.source, run.description)
@@ -413,6 +420,25 @@ class _Session:
             renew = self.telemetry.lease.renew
             say = self.telemetry.say
             self.program.writer = WriteCompiledStep(run.step, batch, key, path, renew, say)
+
+    def compile_other_shapes(self, point: ResumePoint) -> None:
+        """Compile the step for the other shapes of batches that are left."""
+        run = self.run
+        if run.other_batches is None:
+            return
+        skipped = point.skipped_batches
+        others = run.other_batches(point.step + skipped, run.config.steps + skipped)
+        left = [batch for batch in others if not has_programs(run.step, batch)]
+        if not left:
+            return
+        began = time.perf_counter()
+        with self.waiting("compile", "compiling the step for other shapes of batches"):
+            for batch in left:
+                run.step.compile(batch)
+                self.telemetry.watchdog.reset("a shape of batches was compiled")
+        seconds = time.perf_counter() - began
+        shapes = f"{len(left)} more shape{'s' * (len(left) != 1)} of batches"
+        self.telemetry.note(f"compiled the step for {shapes} in {human_duration(seconds)}")
 
     def program_hooks(self, save: Save) -> list[Hook]:
         """Return the hooks for the step's program, in the order before `save`."""
@@ -693,8 +719,11 @@ class _Session:
         recovery = config.recovery
         scaling = part.plan.precision.loss_scale
         checks_spikes = recovery.on_spike in ("stop", "roll-back")
+        examples = self.run.examples
+        if self.run.other_batches is not None:
+            examples = 0
         return DivergenceCheck(
-            self.run.examples,
+            examples,
             steps=config.steps,
             skipped_batches=skipped_batches,
             last_good=self.checkpoints.latest,

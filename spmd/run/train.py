@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import jax
 
+from spmd.data.batch_order import BatchOrder
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Sampler, bigram_loss, ordered_batches
+from spmd.data.length_groups import LengthGroups
+from spmd.data.loader import Batch, batches_in_order, bigram_loss
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.accelerators import describe_devices
@@ -33,6 +36,7 @@ from spmd.resilience.attempts import CurrentAttempt
 from spmd.resilience.supervisor import Worker
 from spmd.run.build import (
     TrainSetup,
+    abstract_batch,
     build_flags,
     config_mesh,
     count_flops,
@@ -226,8 +230,15 @@ def make_run(
     device = jax.devices()[0]
     kind = device.device_kind
     flags = flags_text(build_flags(config, device.platform, kind), device.platform)
-    order = text.order(config.seed)
-    corpus_line = f"\n{text.describe(config.steps, config.data.batch)}"
+    order = text.batch_order(config.data, config.seed)
+    corpus_line = f"\n{text.describe(config.data.batch_sizes.rows_before(config.steps))}"
+    if isinstance(order, LengthGroups):
+        corpus_line += f"{order}\n"
+    other_batches = None
+    count_of = None
+    if len(order.shapes(0, config.steps)) > 1:
+        other_batches = functools.partial(_other_batches, setup, order)
+        count_of = functools.partial(_tokens_of, order)
     frozen = frozen_base(config) if config.lora.targets else None
     rows = list(text.parts)
     for each in checked.sets:
@@ -254,8 +265,15 @@ def make_run(
         data=_fingerprint(checked),
         hooks=(CopySourceFiles(setup, folder.path), *hooks),
         writers=writers,
-        throughput=Throughput(tokens, "tokens", count_flops(config), weighed_unit(config)),
+        throughput=Throughput(
+            tokens,
+            "tokens",
+            count_flops(config),
+            weighed_unit(config),
+            count_of=count_of,
+        ),
         batch=setup.batch,
+        other_batches=other_batches,
         reloaded=frozen,
         load_result=checked.load_result,
         initial_state=functools.partial(initial_state, setup),
@@ -288,14 +306,30 @@ def _fingerprint(checked: CheckedRun) -> str:
     return f"{checked.text.fingerprint} teacher {checked.teacher.digest}"
 
 
-def _training_batches(checked: CheckedRun, order: Sampler, start: int, steps: int) -> Iterator[Any]:
+def _tokens_of(order: BatchOrder, number: int) -> int:
+    """Return the tokens of a batch, with padding."""
+    return math.prod(order.shape(number))
+
+
+def _other_batches(setup: TrainSetup, order: BatchOrder, start: int, steps: int) -> list[Any]:
+    """Return the abstract batches of some steps that differ from the setup's in their shape."""
+    config = setup.config
+    others = list[Any]()
+    for shape in order.shapes(start, steps):
+        if shape != (config.data.batch, config.data.sequence):
+            others.append({**setup.batch, **abstract_batch(config, shape)})
+    return others
+
+
+def _training_batches(
+    checked: CheckedRun, order: BatchOrder, start: int, steps: int
+) -> Iterator[Any]:
     """Return the batches of the steps `start + 1 … steps`."""
     setup = checked.setup
     data = setup.config.data
-    checked.text.check_epochs(steps, data.batch)  # again, as roll-backs skip batches
-    batches = ordered_batches(
+    checked.text.check_epochs(steps, data.batch_sizes)  # again, as roll-backs skip batches
+    batches = batches_in_order(
         order,
-        batch=data.batch,
         sharding=setup.plan.batch_sharding("tokens"),
         start=start,
         steps=steps,

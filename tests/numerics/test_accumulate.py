@@ -296,6 +296,23 @@ def test_the_scan_of_a_layer_is_no_time():
     np.testing.assert_allclose(four, one, rtol=1e-5)
 
 
+def test_a_smaller_batch_has_fewer_microbatches():
+    """As large as those of the largest batch, or smaller; its gradients are those of the batch at once."""
+    kernel = np.ones((4, 2), np.float32)
+
+    def loss_fn(params, variables, batch, key):
+        return {"loss": ((batch @ params) ** 2).sum(), "weight": jnp.float32(len(batch))}, variables
+
+    grad_fn = accumulate(value_and_grad(loss_fn), 4, examples=16)
+    for rows, parts in ((16, [4]), (12, [3]), (4, []), (6, [2])):
+        arguments = kernel, Carry(), normal(rows, 4), jax.random.key(0)
+        jaxpr = jax.make_jaxpr(grad_fn)(*arguments)
+        scans = [each for each in jaxpr.eqns if each.primitive.name == "scan"]
+        assert [scan.params["length"] for scan in scans] == parts
+        whole = value_and_grad(loss_fn)(*arguments)[0]
+        np.testing.assert_allclose(grad_fn(*arguments)[0], whole, rtol=1e-5)
+
+
 # The split itself.
 
 

@@ -30,7 +30,7 @@ from spmd.training.step import TrainStep
 config = dataclasses.replace(
     config, optimizer=dataclasses.replace(config.optimizer, schedule="constant"), steps=24, checkpoint_every=0
 )
-take, read = TrainStep.__call__, spmd.run.train.ordered_batches
+take, read = TrainStep.__call__, spmd.run.train.batches_in_order
 
 
 def take_and_tell(self, state, batch):
@@ -52,7 +52,7 @@ if sys.argv[1:2] == ["train"]:
     out = Path(sys.argv[sys.argv.index("--out") + 1])
     TrainStep.__call__ = take_and_tell
     if out.name == "fault":
-        spmd.run.train.ordered_batches = read_past_one
+        spmd.run.train.batches_in_order = read_past_one
 """
 """Lines of a config under which each process writes down what its devices feed to each step, just before they do.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from spmd.data.batch_sizes import BatchSizes
 from spmd.data.loader import DataConfig
 from spmd.data.mixture import MixtureSource
 from spmd.data.packing import PackedDocuments
@@ -150,9 +151,9 @@ def test_a_set_that_ends_is_named_before_training(config):
     text = open_text(config)
     two = text.sets[1]
     most = 4 * 2 * len(two.train)  # every fourth draw is from it
-    text.check_epochs(most // 8, 8)
+    text.check_epochs(most // 8, BatchSizes(8))
     with pytest.raises(DataError) as caught:
-        text.check_epochs(most // 8 + 1, 8)
+        text.check_epochs(most // 8 + 1, BatchSizes(8))
     (problem,) = caught.value.problems
     assert problem.where == "data.mixture two"
     assert problem.detail == (
@@ -160,7 +161,7 @@ def test_a_set_that_ends_is_named_before_training(config):
         f"{len(two.train)} sequences × 2 epochs = {2 * len(two.train)}"
     )
     assert f"--steps {most // 8} or less, epochs=3 or more" in problem.fix
-    assert "of at most 2" in text.describe(10, 8)
+    assert "of at most 2" in text.describe(10 * 8)
 
 
 def test_what_the_order_depends_on_is_in_the_fingerprint(config):

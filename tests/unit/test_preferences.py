@@ -323,7 +323,7 @@ def test_batches_have_the_shapes_of_the_config(tmp_path: Path) -> None:
     """With a reference model and without; the text is of pairs."""
     whole = config(tmp_path)
     text = open_text_dataset(whole)
-    assert "6 pairs of answers" in text.describe(1, 1)
+    assert "6 pairs of answers" in text.describe(1)
     part = text.sets[0].train
     assert isinstance(part, PackedPairs)
     assert part.reference is not None

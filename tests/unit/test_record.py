@@ -93,6 +93,7 @@ def test_every_field_is_decided():
         f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block", "ema_decay")
     ]
     data = [f"data.{name}" for name in ("sequence", "packing", "streaming", "batch")]
+    data += ["data.batch_ramp", "data.length_groups"]
     dpo = [f"dpo.{name}" for name in ("loss", "beta", "margin", "label_smoothing", "nll")]
     ends = ["task", "diloco.momentum", "mup", *dpo]
     assert rest == ["seed", "precision", "init", *optimizer, *data, *ends]

@@ -315,4 +315,4 @@ def test_a_mixture_is_streamed(folder: Path, tmp_path: Path) -> None:
     rows = lines.rows_of(lines.blocks)
     own = {row.tobytes() for row in rows.rows(np.arange(len(rows)))["tokens"]}
     assert sum(row.tobytes() in own for row in found["tokens"]) == 150
-    assert "0.75 of the sequences: 4,800 tokens\n" in text.describe(20, 10)
+    assert "0.75 of the sequences: 4,800 tokens\n" in text.describe(20 * 10)
