@@ -23,10 +23,11 @@ from spmd.jaxpr.upgrades import checkpoints_are_hijax, name_in_rule
 from spmd.model_interface.attention_config import AttentionConfig
 from spmd.model_interface.remat import CHOICE, Remat
 from spmd.model_interface.wrapped_param import start_layer
+from spmd.plan.clipped_gradients import clip_gradient
 from spmd.plan.compressed_activations import store, store_problems
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
-from spmd.plan.manual import split_axes
+from spmd.plan.manual import manual_axes, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
@@ -61,11 +62,23 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     mesh, spec = found
     with in_scope(annotate_scope(name)):
         x = constrain(x, mesh, spec, f"activation {name!r}")
+    if name in current().activation_clips:
+        x = _clip(x, name, spec, in_rule=in_rule)
     x = name_in_rule(x, name) if in_rule else checkpoint_name(x, name)
     codec = current().remat.codec(name)
     if codec is None:
         return x
     return _store(x, name, codec, mesh, spec, in_rule=in_rule)
+
+
+def _clip(x: jax.Array, name: str, spec: P, *, in_rule: bool) -> jax.Array:
+    """Clip the gradient of an activation; raise `AnnotationError` where JAX takes none."""
+    if in_rule:
+        what = "is inside a rule of its own derivative, where its gradient cannot be clipped"
+        problem = Problem(f"activation {name!r}", what, fix="another activation")
+        raise AnnotationError("A gradient that would not be clipped:", [problem])
+    features = spec_dims(spec, x.ndim, manual_axes())[-1]
+    return clip_gradient(x, current().activation_clips[name], features)
 
 
 def _store(

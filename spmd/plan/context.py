@@ -45,6 +45,7 @@ class TraceContext:
         activations: Activation name → spec.
         logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
         batch: The split of the arrays of a batch.
+        activation_clips: Activation → the largest norm of a token's gradient.
         transforms: The transforms of the gradient.
         storage: The place of the training state between steps.
         precision: The plan's precision; None outside a plan.
@@ -64,6 +65,7 @@ class TraceContext:
     placements: Mapping[str, ParamPlacement] = FrozenDict()
     variables: Mapping[str, P] = FrozenDict()
     activations: Mapping[str, P] = FrozenDict()
+    activation_clips: Mapping[str, float] = FrozenDict()
     logical: tuple[tuple[str, tuple[str, ...]], ...] = ()
     batch: BatchTable = _EXAMPLES_FIRST
     transforms: tuple[GradTransform, ...] = ()
@@ -102,6 +104,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         placements=plan.placements,
         variables=_variable_specs(plan),
         activations=FrozenDict(plan.rules.activations),
+        activation_clips=plan.activation_clips,
         logical=plan.rules.logical_rows,
         batch=plan.rules.batch_table,
         transforms=plan.transforms,

@@ -19,6 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, Together, any_of, first_of
+from spmd.model_interface.activation_clips import (
+    clips_text,
+    form_problems,
+    name_problems,
+    parse_clips,
+)
 from spmd.model_interface.attention_config import AttentionConfig, make_attention_config
 from spmd.model_interface.grad_transform import Carry, GradTransform
 from spmd.model_interface.model import Model, ModelInfo, abstract_key
@@ -72,6 +78,7 @@ class ShardingPlan:
         quantize: The table of quantized matmuls; `ParamPlacement.recipe` has the recipe of each
             kernel.
         storage: The place of the training state between steps.
+        activation_clips: Activation → the largest norm of a token's gradient.
         evaluation_params: The function for the parameters to evaluate, in place of
             `find_evaluated_params`.
     """
@@ -96,6 +103,7 @@ class ShardingPlan:
     evaluation_params: EvaluatedParams | None = dataclasses.field(repr=False)
     transforms: tuple[GradTransform, ...] = ()
     transform_states: tuple[PlanEntry, ...] = ()
+    activation_clips: Mapping[str, float] = FrozenDict()
 
     def with_transforms(self, *transforms: GradTransform) -> "ShardingPlan":
         """Return the plan with more transforms of the gradient, inside of the present ones.
@@ -236,6 +244,8 @@ class ShardingPlan:
         decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
         if self.quantize:
             decisions += f"   quantize {self.quantize}"
+        if self.activation_clips:
+            decisions += f"   clip gradients of {clips_text(self.activation_clips)}"
         return f"mesh {axes}   {decisions}{self.compress}   attention {self.attention}"
 
     @property
@@ -304,6 +314,7 @@ class _Inputs:
     precision: Precision
     compress: CompressConfig
     quantize: str
+    clips: Mapping[str, float]
     attention: AttentionConfig
     storage: Storage
     model: Model
@@ -339,6 +350,7 @@ def make_plan(
     context: str = "auto",
     evaluation_params: EvaluatedParams | None = None,
     transforms: Sequence[GradTransform] = (),
+    clip_activations: str = "",
 ) -> ShardingPlan:
     """Resolve every decision, or list every problem.
 
@@ -366,6 +378,8 @@ def make_plan(
             schedule-free and lookahead need none: their state is read.
         transforms: Transforms of the gradient (`ShardingPlan.with_transforms`), besides those of
             the precision and the recipes.
+        clip_activations: Activations whose gradients are clipped, token by token, with the largest
+            norm of each: `"residual=1"` (`spmd.plan.clipped_gradients`).
 
     Raises:
         RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at
@@ -399,6 +413,7 @@ def make_plan(
             precision=precision,
             compress=compress,
             quantize=quantize,
+            clips=_parse_clips(clip_activations, precision),
             attention=attention_config,
             storage=storage,
             model=model,
@@ -412,6 +427,17 @@ def make_plan(
             variables=tree.flatten(made_variables),
         )
         return _resolve_plan(inputs, transforms, errors)
+
+
+def _parse_clips(text: str, precision: Precision) -> Mapping[str, float]:
+    """Return the limits of activations' gradients; raise `ConfigError` for others."""
+    problems = list(form_problems(text))
+    if text and precision.loss_scale is not None:
+        what = "is given, and the loss scale of float16 changes the norms of gradients"
+        problems.append(Problem("clip_activations", what, fix="precision bf16 or float32"))
+    if problems:
+        raise ConfigError("Invalid clipping:", problems)
+    return parse_clips(text)
 
 
 def _resolve_plan(
@@ -455,6 +481,7 @@ def _resolve_plan(
         model=inputs.model,
         optimizer=inputs.optimizer,
         evaluation_params=inputs.evaluation_params,
+        activation_clips=inputs.clips,
     )
     errors.add(ConfigError(_CANNOT, _rates_problems(inputs, transforms)))
     of_recipes = _transforms_of(recipes)
@@ -537,6 +564,7 @@ def _check_rules(
     )
     activations = [name for name, _ in rules.activations]
     by_name = [*by_name, *remat.check_names(activations, "is no activation of the rule table")]
+    by_name += name_problems(inputs.clips, activations)
     problems = resolve.audit_rules(inputs.mesh, rules, ruled, inputs.info)
     problems += resolve.check_evaluation_params(
         inputs.evaluation_params, inputs.optimizer, inputs.precision, inputs.params

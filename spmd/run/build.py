@@ -370,6 +370,7 @@ def build_plan(
         attention=config.attention,
         context=config.context,
         transforms=transforms,
+        clip_activations=config.clip_activations,
     )
     paths = [entry.path for entry in plan.params]
     tied = plan.model.info().tied

@@ -42,6 +42,7 @@ from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.config import LoRAConfig
+from spmd.model_interface.activation_clips import form_problems
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
 from spmd.model_interface.model_config import context_of, heads_of
 from spmd.model_interface.remat import make_remat
@@ -268,6 +269,9 @@ class TrainConfig(RunConfig, Generic[M]):
     predicts is trained beside the targets. Empty: none."""
     distillation: DistillationConfig = DistillationConfig()
     """Loss beside the teacher."""
+    clip_activations: str = ""
+    """Activations whose gradients are clipped, token by token, with the largest norm of each, such as
+    residual=1; empty: none."""
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
@@ -319,6 +323,7 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from self._problems_of_replicas()
         yield from self._problems_of_mup()
         yield from self._problems_of_teacher()
+        yield from form_problems(self.clip_activations)
 
     @property
     def narrow_model(self) -> M:

@@ -56,6 +56,7 @@ MAY_CHANGE = (
     "diloco.keep",
     "diloco.learning_rate",
     "logit_z_loss",
+    "clip_activations",
     "distillation",
     "optimizer.learning_rate",
     "optimizer.schedule",

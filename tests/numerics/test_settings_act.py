@@ -32,6 +32,7 @@ SETTINGS = {
     "attention": "chunked",
     "context": "all-to-all",
     "transforms": [ThresholdExchange()],
+    "clip_activations": "residual=1e-3",
 }
 """Keyword of `make_plan` → a value that is not its default."""
 

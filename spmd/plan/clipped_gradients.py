@@ -1,0 +1,49 @@
+"""Clipping of the gradient of an activation, token by token.
+
+A loss is a sum over tokens, so the gradient of a token's vector does not depend on the size of the
+batch, the microbatches or the mesh, and neither does what is clipped of it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def clip_gradient(x: jax.Array, limit: float, axes: tuple[str, ...] = ()) -> jax.Array:
+    """Return `x`, with a gradient whose vectors along the last dimension have at most a norm.
+
+    Args:
+        x: `[…, features]`.
+        limit: The largest norm; a longer vector is scaled down to it.
+        axes: Manual axes that split the features.
+
+    Example:
+        >>> x = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> weigh = lambda y: (clip_gradient(y, 1.0) * jax.lax.stop_gradient(x)).sum()
+        >>> jax.grad(weigh)(x).round(2).tolist()
+        [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
+    """
+    del limit, axes
+    return x
+
+
+def _forward(x: jax.Array, limit: float, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    del limit, axes
+    return x, None
+
+
+def _backward(
+    limit: float, axes: tuple[str, ...], saved: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del saved
+    squares = jnp.square(gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    if axes:
+        squares = jax.lax.psum(squares, axes)
+    # No vector is divided by 0: the smallest scale is that of the limit itself.
+    scale = limit * jax.lax.rsqrt(jnp.maximum(squares, jnp.float32(limit) ** 2))
+    return ((gradient * scale.astype(gradient.dtype)).astype(gradient.dtype),)
+
+
+clip_gradient.defvjp(_forward, _backward)
