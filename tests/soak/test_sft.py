@@ -313,6 +313,41 @@ def test_adapters_have_the_losses_of_peft_and_load_there(folder: Path, transform
     assert held < (folder / "hf" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_several_adapters_of_one_base(folder: Path, transformers: Any) -> None:
+    """A run for each inside the folder of a run of the base; `peft` has both in one model, each with its own logits."""
+    import peft
+    import torch
+
+    base = folder / "base"
+    assert run("import", folder / "hf", "--out", base) == 0
+    options = {
+        "first": LORA,
+        "second": ("--lora.targets", "mlp/(gate|up)_proj/kernel", "--lora.rank", 2),
+    }
+    for seed, (name, flags) in enumerate(options.items()):
+        out = base / "adapters" / name
+        given = [folder / "tiny.py", "--init", base, "--seed", seed, "--out", out, *flags]
+        assert run("train", *given) == 0
+        assert run("export", out, "--adapter", "--out", folder / "several" / name) == 0
+        assert run("export", out, "--out", folder / "several-merged" / name) == 0
+    assert run("generate", base / "adapters" / "second", "--prompt", "3", "--tokens", 2) == 0
+    assert run("status", base / "adapters" / "first") == 0
+    of_base = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+    model = peft.PeftModel.from_pretrained(of_base, folder / "several" / "first", "first")
+    model.load_adapter(folder / "several" / "second", "second")
+    tokens = torch.arange(7, 40)[None]
+    found = {}
+    for name in options:
+        model.set_adapter(name)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "several-merged" / name)
+        with torch.no_grad():
+            found[name] = model.eval()(tokens).logits
+            expected = merged(tokens).logits
+        assert float((found[name] - expected).abs().max()) < 1e-5
+    assert float((found["first"] - found["second"]).abs().max()) > 0.1
+
+
 def test_packing_does_not_change_the_loss(folder: Path) -> None:
     """Of the validation split, packed and padded: the same tokens, the same mean; perplexity is of answers alone."""
     found = {}
