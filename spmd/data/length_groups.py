@@ -71,6 +71,7 @@ class LengthGroups(BatchOrder):
         self._own = rows.lengths
         self.lengths = group_lengths(self._own, rows.sequence, groups)
         self._count = -(-len(rows) // batch)
+        self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
     def __str__(self) -> str:
         named = ", ".join(f"{length:,}" for length in self.lengths)
@@ -113,8 +114,7 @@ class LengthGroups(BatchOrder):
         epoch, index = divmod(number, self._count)
         return self._epoch(epoch)[index]
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019  # an order lives as long as its run
-    def _epoch(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+    def _make_epoch(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """Return the length and the rows of each batch of an epoch."""
         # The stream of `RandomState` is the same in all versions of NumPy.
         random = np.random.RandomState(hashed_seed(self._seed, f"length groups {epoch}"))

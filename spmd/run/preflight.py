@@ -16,7 +16,7 @@ def check_microbatches(setup: TrainSetup) -> None:
     config = setup.config
     data = config.data
     sharding = setup.plan.batch_sharding("tokens")
-    for rows in data.batch_sizes.distinct(0, config.steps):
+    for rows in {*data.batch_sizes.distinct(0, config.steps), data.batch}:
         parts = microbatches_of(config, setup.schedule, rows)
         name = "batch" if rows == data.batch else "data.batch_ramp"
         check_batch_size(rows, data.sequence, sharding, parts, name)

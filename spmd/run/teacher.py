@@ -1,9 +1,12 @@
 """The frozen teacher of a run: its parameters, and batches with them (`--teacher`)."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from spmd.data.loader import Batches
 from spmd.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer, token_difference
@@ -11,6 +14,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.gradients.distillation_loss import TEACHER
 from spmd.hf.folder import open_folder
 from spmd.hf.load import check_published, load_published
+from spmd.observe.spinner import spinner
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_arrays
 from spmd.run.build import TrainSetup
@@ -37,12 +41,19 @@ class Teacher:
     @functools.cached_property
     def arrays(self) -> Any:
         """Its parameters as a batch has them, on the mesh; loaded once."""
+        shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if jax.process_index() == 0:
+            shown = spinner("loading the teacher", plain=True)
+        with shown:
+            return whole(self._load())
+
+    def _load(self) -> Any:
         location = locate(self.folder)
         abstract = self.plan.abstract_params
         if is_run(location):
-            return whole(read_params(location, abstract))
+            return read_params(location, abstract)
         with open_folder(location) as found:
-            return whole(load_published(found, abstract))
+            return load_published(found, abstract)
 
     @functools.cached_property
     def digest(self) -> str:
