@@ -42,7 +42,7 @@ THINKING = (
     "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""As templates of models that reason: the thoughts of turns before the last question are left out."""
+"""As templates of models that reason: no thoughts of turns before the last question."""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 PLAIN = [
     {"role": "user", "content": "What is 2 + 2?"},

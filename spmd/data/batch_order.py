@@ -1,4 +1,4 @@
-"""Endless orders of batches, functions of the step, whose batches may be of several shapes."""
+"""Endless orders of batches of several shapes, as functions of the step."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -34,7 +34,7 @@ class BatchSizes:
 
     @staticmethod
     def parse(last: int, ramp: Sequence[str]) -> "BatchSizes":
-        """Return the sizes of a ramp's rows `ROWS:STEP`, which have no `ramp_problems`."""
+        """Return the sizes of a ramp's rows `ROWS:STEP` without `ramp_problems`."""
         stages = []
         for row in ramp:
             rows, _, end = row.partition(":")
@@ -86,7 +86,7 @@ class BatchSizes:
 
 
 def ramp_problems(last: int, ramp: Sequence[str]) -> Iterator[Problem]:
-    """Yield the problems of a ramp: rows of another form, that do not grow, or not to `last`."""
+    """Yield the problems of a ramp: rows of another form, without growth, or not below `last`."""
     before = (0, 0)
     for index, row in enumerate(ramp):
         where = f"data.batch_ramp[{index}]"

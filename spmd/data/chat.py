@@ -114,7 +114,7 @@ class Conversation:
 
 
 class TrainedPart(NamedTuple):
-    """Part of a text that is trained.
+    """Trained part of a text.
 
     Attributes:
         begin: Its first character.
@@ -395,7 +395,7 @@ class ChatTemplate:
 
 
 def each_turn(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield each trained turn of the assistant by itself: it, and what precedes it untrained.
+    """Yield each trained turn of the assistant by itself, after the messages before it, untrained.
 
     Example:
         >>> roles = ("user", "assistant", "user", "assistant")

@@ -289,7 +289,7 @@ class _Texts:
         return kept
 
     def _count_fields(self, line: Any, conversations: Iterable[Conversation]) -> None:
-        """Count the fields of a line and of its messages, and what flags say of them."""
+        """Count the fields of a line and its messages, and the weights of these."""
         self.fields["line"].update(name for name, value in line.items() if value is not None)
         for conversation in conversations:
             for message in conversation.messages:

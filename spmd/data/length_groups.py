@@ -1,4 +1,4 @@
-"""Batches of rows with similar lengths, padded to the longest of a few lengths that holds them.
+"""Batches of rows with similar lengths, padded to one of a few lengths.
 
 Each epoch has every row once. Its rows are shuffled, then grouped: what is left of a group after whole
 batches joins the next longer one, and the last batch of all is filled with rows of weight 0. The

@@ -113,7 +113,7 @@ class ByteTokenizer:
         return (self.eos,)
 
     def tokens(self) -> dict[str, int]:
-        """Return the id of each byte, by the name that other tokenizers give it."""
+        """Return the id of each byte, by its name in other tokenizers."""
         return {f"<0x{byte:02X}>": byte for byte in range(256)}
 
     def encode(self, text: str) -> np.ndarray:
@@ -268,7 +268,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def token_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
-    """Return the first token that two tokenizers number differently; empty if there is none.
+    """Return the first token with unlike numbers in two tokenizers; empty without any.
 
     Example:
         >>> token_difference(ByteTokenizer(), ByteTokenizer())

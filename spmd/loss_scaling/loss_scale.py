@@ -164,4 +164,8 @@ class LossScale(GradTransform):
             why = "the scale may change while microbatches are in flight"
             fix = 'precision="bf16", or a schedule with a flush'
             problems.append(Problem(where, what, why, fix))
+        if plan.activation_clips:
+            why = "gradients of activations would be clipped at norms multiplied by the scale"
+            fix = 'precision="bf16", or no clip_activations'
+            problems.append(Problem(where, what, why, fix))
         return problems

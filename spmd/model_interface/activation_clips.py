@@ -20,7 +20,7 @@ def parse_clips(text: str) -> Mapping[str, float]:
 
 
 def form_problems(text: str) -> Iterator[Problem]:
-    """Yield a problem for each row of another form, and for a name that is there twice."""
+    """Yield a problem for each row of another form, and for each repeated name."""
     names = set()
     for row in filter(None, text.split(",")):
         name, _, limit = row.partition("=")
@@ -32,7 +32,7 @@ def form_problems(text: str) -> Iterator[Problem]:
 
 
 def name_problems(clips: Mapping[str, float], activations: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each name that is no activation of the rule table."""
+    """Yield a problem for each name without an activation in the rule table."""
     for name in clips:
         if name not in activations:
             fix = did_you_mean(name, activations)

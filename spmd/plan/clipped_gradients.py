@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def clip_gradient(x: jax.Array, limit: float, axes: tuple[str, ...] = ()) -> jax.Array:
-    """Return `x`, with a gradient whose vectors along the last dimension have at most a norm.
+    """Return `x`, with a gradient of at most a norm in each vector along the last dimension.
 
     Args:
         x: `[…, features]`.

@@ -413,7 +413,7 @@ def make_plan(
             precision=precision,
             compress=compress,
             quantize=quantize,
-            clips=_parse_clips(clip_activations, precision),
+            clips=_parse_clips(clip_activations),
             attention=attention_config,
             storage=storage,
             model=model,
@@ -429,12 +429,9 @@ def make_plan(
         return _resolve_plan(inputs, transforms, errors)
 
 
-def _parse_clips(text: str, precision: Precision) -> Mapping[str, float]:
+def _parse_clips(text: str) -> Mapping[str, float]:
     """Return the limits of activations' gradients; raise `ConfigError` for others."""
     problems = list(form_problems(text))
-    if text and precision.loss_scale is not None:
-        what = "is given, and the loss scale of float16 changes the norms of gradients"
-        problems.append(Problem("clip_activations", what, fix="precision bf16 or float32"))
     if problems:
         raise ConfigError("Invalid clipping:", problems)
     return parse_clips(text)

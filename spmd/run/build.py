@@ -222,7 +222,7 @@ def _build_evaluation_loss(config: TrainConfig, model: Model, schedule: Schedule
 def build_training_loss(
     config: TrainConfig, model: Model, teacher: ShardingPlan | None = None
 ) -> LossFn:
-    """Return the loss of training: that of the task, or beside a teacher."""
+    """Return the loss of training: the task's, or beside a teacher."""
     if teacher is None:
         return build_loss(config, model)
     return distillation_loss(model, teacher, config.distillation, chunk=config.logits_chunk)

@@ -422,7 +422,7 @@ class _Session:
             self.program.writer = WriteCompiledStep(run.step, batch, key, path, renew, say)
 
     def compile_other_shapes(self, point: ResumePoint) -> None:
-        """Compile the step for the other shapes of batches that are left."""
+        """Compile the step for the other shapes of batches."""
         run = self.run
         if run.other_batches is None:
             return

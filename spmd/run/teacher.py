@@ -61,7 +61,7 @@ class Teacher:
         return digest_arrays(self.arrays.value)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Check its files, and the tokens that it knows, before anything is loaded.
+        """Check its files and its tokenizer, before anything is loaded.
 
         Raises:
             ConfigError: Its tokenizer is another one.

@@ -1,4 +1,4 @@
-"""Plan of a frozen teacher, on the mesh of the model that is trained beside it.
+"""Plan of a frozen teacher, on the mesh of the model trained beside it.
 
 Its config and its table are those of its folder: of a run, or of Hugging Face.
 """

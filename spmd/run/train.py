@@ -312,7 +312,7 @@ def _tokens_of(order: BatchOrder, number: int) -> int:
 
 
 def _other_batches(setup: TrainSetup, order: BatchOrder, start: int, steps: int) -> list[Any]:
-    """Return the abstract batches of some steps that differ from the setup's in their shape."""
+    """Return the abstract batches of some steps with another shape than the setup's."""
     config = setup.config
     others = list[Any]()
     for shape in order.shapes(start, steps):

@@ -112,7 +112,7 @@ def test_what_cannot_be_clipped() -> None:
         ("residual", "float32", "has 'residual'"),
         ("residual=0", "float32", "has 'residual=0'"),
         ("residual=1,residual=2", "float32", "has residual twice"),
-        ("residual=1", "fp16", "the loss scale of float16"),
+        ("residual=1", "fp16", "clipped at norms multiplied by the scale"),
     ):
         with pytest.raises(SpmdError, match=what):
             tiny.plan(options=(("clip_activations", clips), ("precision", precision)))

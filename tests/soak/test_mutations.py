@@ -138,8 +138,8 @@ MUTATIONS = {
     ),
     "one key for all microbatches": Mutation(
         "spmd/gradients/accumulate.py",
-        "keys = jax.random.split(key, microbatches)",
-        "keys = jnp.stack([key] * microbatches)",
+        "keys = jax.random.split(key, count)",
+        "keys = jnp.stack([key] * count)",
         ("tests/numerics/test_gradients.py::test_every_microbatch_has_a_key_of_its_own",),
     ),
     "off-by-one resume": Mutation(
