@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd.commands.parsing import parse_flags
-from spmd.data.chat import ChatConfig, find_tokenizer_template
+from spmd.data.chat import ChatConfig, Turns, find_tokenizer_template
 from spmd.data.chat_corpus import CONVERSATIONS, PAIRS
 from spmd.data.examples import Example, first_examples
 from spmd.data.tokenizer import load_tokenizer
@@ -39,6 +39,8 @@ class DataShowCommand:
     """sft: conversations; dpo: pairs of answers; auto: as the first row is."""
     examples: int = 3
     """Number of rows."""
+    turns: Turns = "together"
+    """each: each turn of the assistant by itself, as with --chat.turns each."""
 
 
 def run_data(arguments: list[str]) -> int:
@@ -67,10 +69,11 @@ def run_data(arguments: list[str]) -> int:
 def _examples(command: DataShowCommand) -> list[Example]:
     """Return the conversations of the first rows."""
     tokenizer = load_tokenizer(command.tokenizer)
-    config = ChatConfig(template=command.template, date=command.date)
+    config = ChatConfig(template=command.template, date=command.date, turns=command.turns)
     template = find_tokenizer_template(config, tokenizer, command.tokenizer)
     form = _FORMS[command.task]
-    return first_examples(command.files, tokenizer, template, form, command.examples)
+    each = command.turns == "each"
+    return first_examples(command.files, tokenizer, template, form, command.examples, each=each)
 
 
 def _with_own_names(error: DataError) -> DataError:
@@ -89,12 +92,15 @@ def _shown(example: Example, *, coloured: bool) -> Text:
     counts = f"{example.tokens:,} tokens, {example.trained:,} of them trained"
     name = f"{example.where} {example.side}".strip()
     text = Text(f"{name}: {counts}\n", style="bold")
-    for piece, is_trained in example.pieces:
-        if not is_trained:
+    for piece, weight in example.pieces:
+        marked = f"{_MARKS[0]}{piece}{_MARKS[1]}"
+        if weight == 0:
             text.append(piece, style="not bold")
         elif coloured:
             text.append(piece, style="not bold green")
         else:
-            text.append(piece.join(_MARKS))
+            text.append(marked)
+        if weight not in (0, 1):
+            text.append(f"[weight {weight:g}]", style="not bold dim")
     text.append("\n")
     return text

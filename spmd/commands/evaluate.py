@@ -335,7 +335,7 @@ def _rows_of_texts(found: Sequence[Evaluation]) -> list[tuple[str, ...]]:
             f"{each.perplexity:.4g}",
             f"{each.bits_per_byte:.4f}",
             f"{each.accuracy:.2%}",
-            f"{each.tokens:,}",
+            f"{each.tokens:,.0f}",
         )
         rows.append(row)
     return rows

@@ -95,7 +95,9 @@ def ramp_problems(last: int, ramp: Sequence[str]) -> Iterator[Problem]:
             continue
         rows, _, end = row.partition(":")
         stage = int(rows), int(end)
-        if stage[0] <= before[0] or stage[1] <= before[1]:
+        if 0 in stage:
+            yield Problem(where, f"is {row}: no sequences, or no steps", fix=_FIX)
+        elif stage[0] <= before[0] or stage[1] <= before[1]:
             yield Problem(where, f"is {row}, which does not grow", fix=_FIX)
         if stage[0] >= last:
             what = f"is {row}, and data.batch is {last}"

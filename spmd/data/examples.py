@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.chat import ChatTemplate, Conversation
+from spmd.data.chat import ChatTemplate, Conversation, each_turn
 from spmd.data.chat_corpus import CONVERSATIONS, PAIRS, RowForm, find_rows, trained_tokens
 from spmd.data.documents import FileProblems
 from spmd.data.preferences import SIDES
@@ -23,14 +23,14 @@ class Example:
     Attributes:
         where: File and row.
         side: `chosen` or `rejected` of a pair; empty of a conversation.
-        pieces: Text and whether its tokens are trained, in order.
+        pieces: Text and the weight of its tokens in the loss, in order.
         tokens: Number of tokens.
         trained: Number of trained targets.
     """
 
     where: str
     side: str
-    pieces: tuple[tuple[str, bool], ...]
+    pieces: tuple[tuple[str, float], ...]
     tokens: int
     trained: int
 
@@ -41,8 +41,13 @@ def first_examples(
     template: ChatTemplate,
     form: RowForm | None,
     count: int,
+    *,
+    each: bool = False,
 ) -> list[Example]:
     """Return the conversations of the first rows; a form of None is told by the first row.
+
+    Args:
+        each: Whether each turn of the assistant in a conversation is one by itself.
 
     Raises:
         DataError: A row before them cannot be used, or there is none.
@@ -55,7 +60,7 @@ def first_examples(
         with problems.of_reading():
             for part, row in itertools.islice(reader.read(file.format), count - rows):
                 form = form or _form_of(row)
-                found += _of_row(row, f"{file.path}{part}", form, tokenizer, template)
+                found += _of_row(row, f"{file.path}{part}", form, tokenizer, template, each=each)
                 rows += 1
         if problems.all():
             raise DataError("invalid conversations:", problems.all())
@@ -74,14 +79,23 @@ def _form_of(row: Any) -> RowForm:
 
 
 def _of_row(
-    row: Any, where: str, form: RowForm, tokenizer: Tokenizer, template: ChatTemplate
+    row: Any,
+    where: str,
+    form: RowForm,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    each: bool,
 ) -> Iterator[Example]:
     """Yield the conversations of a row."""
     try:
         conversations = form.read(row, template.knows)
         sides: tuple[str, ...] = SIDES
-        if len(conversations) == 1:
-            sides = ("",)
+        if form is CONVERSATIONS:
+            (conversation,) = conversations
+            if each:
+                conversations = tuple(each_turn(conversation))
+            sides = ("",) * len(conversations)
         for side, conversation in zip(sides, conversations, strict=True):
             yield _example(conversation, where, side, tokenizer, template)
     except ValueError as error:  # a BadConversationError among others
@@ -100,15 +114,15 @@ def _example(
     """Return a conversation as text, in pieces of trained and other tokens."""
     written = template.write(conversation)
     ids, characters, mask = trained_tokens(tokenizer, written)
-    is_trained = np.zeros(len(written.text), bool)
-    mask = mask > 0
-    mask[:1] = False  # the first token is no target
-    for begin, end in characters[mask].tolist():
-        is_trained[begin:end] = True
-    changes = np.flatnonzero(np.diff(is_trained)) + 1
+    weights = np.zeros(len(written.text))
+    mask = np.array(mask, np.float64)
+    mask[:1] = 0  # the first token is no target
+    for (begin, end), weight in zip(characters.tolist(), mask.tolist(), strict=True):
+        weights[begin:end] = np.maximum(weights[begin:end], weight)
+    changes = np.flatnonzero(np.diff(weights)) + 1
     bounds = [0, *changes.tolist(), len(written.text)]
     pieces = []
     for begin, end in itertools.pairwise(bounds):
         if begin < end:
-            pieces.append((written.text[begin:end], bool(is_trained[begin])))
-    return Example(where, side, tuple(pieces), len(ids), int(mask.sum()))
+            pieces.append((written.text[begin:end], float(weights[begin])))
+    return Example(where, side, tuple(pieces), len(ids), int(np.count_nonzero(mask)))

@@ -21,17 +21,21 @@ _EMPTY = -1
 """Number of a row that is padding alone."""
 
 
-def group_lengths(lengths: np.ndarray, longest: int, groups: int) -> tuple[int, ...]:
+def group_lengths(
+    lengths: np.ndarray, longest: int, groups: int, multiple: int = 1
+) -> tuple[int, ...]:
     """Return up to so many lengths, the last one `longest`, with the least padding.
 
     Args:
         lengths: Tokens of each row, at most `longest`.
+        multiple: The shorter lengths are multiples of this.
 
     Example:
         >>> group_lengths(np.array([3, 4, 4, 15, 16]), longest=16, groups=2)
         (4, 16)
     """
-    unit = max(longest // _UNITS, 1)
+    unit = -(-longest // _UNITS)
+    unit = -(-unit // multiple) * multiple
     rounded = np.minimum(-(-lengths // unit) * unit, longest)
     sizes, counts = np.unique(rounded, return_counts=True)
     shorter = sizes[sizes < longest].tolist()
@@ -59,17 +63,20 @@ class LengthGroups(BatchOrder):
         rows: Documents alone in their rows.
         batch: Rows of a batch.
         groups: The most lengths that there are.
+        multiple: Lengths are multiples of this, but for the longest.
 
     Attributes:
         lengths: Tokens of a row in each group.
     """
 
-    def __init__(self, rows: PackedDocuments, batch: int, seed: int, groups: int) -> None:
+    def __init__(
+        self, rows: PackedDocuments, batch: int, seed: int, groups: int, multiple: int = 1
+    ) -> None:
         self._rows = rows
         self._batch = batch
         self._seed = seed
         self._own = rows.lengths
-        self.lengths = group_lengths(self._own, rows.sequence, groups)
+        self.lengths = group_lengths(self._own, rows.sequence, groups, multiple)
         self._count = -(-len(rows) // batch)
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 

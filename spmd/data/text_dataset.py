@@ -140,12 +140,17 @@ class TextDataset:
         """Return the number of rows of each set among the first `rows` of the order."""
         return MixtureSchedule(self.shares).counts(rows)
 
-    def batch_order(self, config: DataConfig, seed: int) -> BatchOrder:
-        """Return the endless order of training batches."""
+    def batch_order(self, config: DataConfig, seed: int, multiple: int = 1) -> BatchOrder:
+        """Return the endless order of training batches.
+
+        Args:
+            multiple: Lengths of groups are multiples of this.
+        """
         if config.packing == "grouped":
             (only,) = self.sets
             assert isinstance(only.train, PackedDocuments), "rows of documents"
-            return LengthGroups(only.train, config.batch, seed, config.length_groups)
+            groups = config.length_groups
+            return LengthGroups(only.train, config.batch, seed, groups, multiple)
         return ConsecutiveRows(self.order(seed), config.batch_sizes)
 
     def check_epochs(self, steps: int, sizes: BatchSizes) -> None:

@@ -270,6 +270,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def token_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
     """Return the first token with unlike numbers in two tokenizers; empty without any.
 
+    A special token that one of them lacks is none: models of one family reserve others.
+
     Example:
         >>> token_difference(ByteTokenizer(), ByteTokenizer())
         ''
@@ -277,12 +279,12 @@ def token_difference(ours: Tokenizer, theirs: Tokenizer) -> str:
     own = ours.tokens()
     other = theirs.tokens()
     for token, number in own.items():
-        if token not in other:
-            return f"{token!r} is token {number} of the one, and none of the other"
-        if other[token] != number:
+        if token in other and other[token] != number:
             return f"{token!r} is token {number} of the one, and {other[token]} of the other"
+        if token not in other and number not in ours.specials:
+            return f"{token!r} is token {number} of the one, and none of the other"
     for token, number in other.items():
-        if token not in own:
+        if token not in own and number not in theirs.specials:
             return f"{token!r} is token {number} of the other, and none of the one"
     return ""
 

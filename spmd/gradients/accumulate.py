@@ -19,7 +19,10 @@ from spmd.model_interface.grad_transform import Carry
 from spmd.model_interface.model import abstract_key
 from spmd.plan.context import current, use_plan
 from spmd.plan.fsdp import zero_gradients
+from spmd.plan.manual import manual_axes
 from spmd.plan.plan import ShardingPlan
+from spmd.sharding.batch import BatchArray
+from spmd.sharding.mesh import entry_axes, shards_of
 
 _TITLE = "The batch cannot be split into microbatches:"
 _EXAMPLES_FIRST = 'P(("data", "fsdp", "expert"))'
@@ -98,9 +101,20 @@ def _microbatches_of(batch: Any, microbatches: int, examples: int) -> int:
         return microbatches
     for path, split in current().batch.arrays(batch).items():
         if split.examples is not None:
-            own = tree.flatten(batch)[path].shape[split.examples]
+            own = tree.flatten(batch)[path].shape[split.examples] * _parts_of_examples(split)
             return fewer_microbatches(own, microbatches, examples)
     return microbatches
+
+
+def _parts_of_examples(split: BatchArray) -> int:
+    """Return the parts of a batch's examples, of which a manual region has one."""
+    assert split.examples is not None, "an array with examples"
+    mesh = current().mesh
+    if mesh is None:
+        return 1
+    manual = set(manual_axes())
+    axes = entry_axes((*split.spec, None)[split.examples])
+    return shards_of(tuple(axis for axis in axes if axis in manual), mesh.shape)
 
 
 def fewer_microbatches(own: int, microbatches: int, examples: int) -> int:

@@ -165,7 +165,9 @@ def _check_vocabularies(mine: Any, theirs: Any) -> None:
     other = _vocabulary(theirs)
     if own != other:
         what = f"predicts {other} tokens, the student {own}"
-        problem = Problem(TEACHER, what, fix="a teacher with the student's tokenizer")
+        why = "a head may have more outputs than its tokenizer has tokens"
+        fix = "a teacher with the student's tokenizer, and with as many outputs"
+        problem = Problem(TEACHER, what, why, fix)
         raise ConfigError("Unlike vocabularies:", [problem])
 
 

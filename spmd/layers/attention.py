@@ -31,7 +31,13 @@ from spmd.layers.splash_attention import Queries, splash_attention
 from spmd.layers.upcast import upcast_float16
 from spmd.layers.zigzag import is_zigzag, positions
 from spmd.model_interface.attention_config import AttentionCall, AttentionConfig
-from spmd.plan.annotate import annotate, attention_config, constrain_like, remat_attention
+from spmd.plan.annotate import (
+    annotate,
+    attention_config,
+    clip_activation,
+    constrain_like,
+    remat_attention,
+)
 from spmd.plan.context import current
 from spmd.plan.scopes import ATTENTION, in_scope
 from spmd.sharding.mesh import chip_of_mesh
@@ -101,7 +107,7 @@ def annotated_attention(
     out, kernel = _attend(query, key, value, segments, sinks, options, residuals)
     out = out.reshape(batch, seq, -1)
     if residuals and kernel == "splash":
-        return constrain_like(out, name)
+        return clip_activation(constrain_like(out, name), name)
     return annotate(out, name)
 
 

@@ -7,6 +7,7 @@ from flax.core import FrozenDict
 
 from spmd.errors import Problem, did_you_mean
 
+_LEAST = 1e-30  # float32 has its inverse
 _FORM = "NAME=NORM,NAME=NORM with names of activations, such as residual=1"
 
 
@@ -56,4 +57,4 @@ def _is_positive(text: str) -> bool:
         number = float(text)
     except ValueError:
         return False
-    return number > 0 and math.isfinite(number)
+    return number >= _LEAST and math.isfinite(number)

@@ -123,6 +123,7 @@ class Reference:
         *,
         state: TrainState | None = None,
         tolerance: Tolerance | None = None,
+        place: Callable[[Any], Any] | None = None,
     ) -> Parity:
         """Train under another plan for one step on each batch, and compare every step.
 
@@ -133,6 +134,7 @@ class Reference:
             grad_fn: The gradient function of that plan, if it is another.
             state: Its initial state, instead of one from the seed; donated.
             tolerance: By default that of the plan's precision.
+            place: Returns a batch with some arrays placed otherwise than the plan would.
 
         Raises:
             ConfigError: The plans have different states, or the first step has no finite loss on
@@ -148,7 +150,8 @@ class Reference:
         starts_equal = all(row.ok for row in rows)
         found = _Comparison(rows)
         for number, batch in enumerate(self.batches, 1):
-            state, metrics = step(state, _placed(plan, batch))
+            given = place(batch) if place else batch
+            state, metrics = step(state, _placed(plan, given))
             after = _on_host(state)
             ours = _results(after, metrics)
             if number == 1 and starts_equal:

@@ -30,7 +30,7 @@ from spmd.plan.fsdp import gathered
 from spmd.plan.manual import manual_axes, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
+from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, clip_scope, in_scope
 from spmd.plan.unseen import unseen_problems
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh, chip_of_mesh
@@ -62,8 +62,7 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     mesh, spec = found
     with in_scope(annotate_scope(name)):
         x = constrain(x, mesh, spec, f"activation {name!r}")
-    if name in current().activation_clips:
-        x = _clip(x, name, spec, in_rule=in_rule)
+    x = clip_activation(x, name)
     x = name_in_rule(x, name) if in_rule else checkpoint_name(x, name)
     codec = current().remat.codec(name)
     if codec is None:
@@ -71,14 +70,15 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     return _store(x, name, codec, mesh, spec, in_rule=in_rule)
 
 
-def _clip(x: jax.Array, name: str, spec: P, *, in_rule: bool) -> jax.Array:
-    """Clip the gradient of an activation; raise `AnnotationError` where JAX takes none."""
-    if in_rule:
-        what = "is inside a rule of its own derivative, where its gradient cannot be clipped"
-        problem = Problem(f"activation {name!r}", what, fix="another activation")
-        raise AnnotationError("A gradient that would not be clipped:", [problem])
+def clip_activation(x: jax.Array, name: str) -> jax.Array:
+    """Clip the gradient of an activation, if the plan says so; `annotate` does it, too."""
+    context = current()
+    limit = context.activation_clips.get(name)
+    if limit is None:
+        return x
+    spec = _spec_of(context, name, x.shape)
     features = spec_dims(spec, x.ndim, manual_axes())[-1]
-    return clip_gradient(x, current().activation_clips[name], features)
+    return clip_gradient(x, limit, features, name)
 
 
 def _store(
@@ -316,6 +316,7 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
         raise AnnotationError(title, problems)
     _check_attention(plan, jaxpr)
     _check_precision(plan, jaxpr)
+    _check_clips(plan, jaxpr)
     if plan.remat.kind != "none" and REMAT_MARK not in marked:
         call = "remat_layer"
         if plan.remat.kind == "selective":
@@ -323,6 +324,21 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
         what = f"the model never calls spmd.plan.annotate.{call}"
         problem = Problem(f"remat {plan.remat}", what, fix="call it, or none")
         raise AnnotationError("Remat policy without effect:", [problem])
+
+
+def _check_clips(plan: ShardingPlan, jaxpr: Any) -> None:
+    """Check that the gradient of each activation to be clipped is taken where it is marked."""
+    if not plan.activation_clips:
+        return
+    scopes = {str(equation.source_info.name_stack) for equation in equations(jaxpr)}
+    problems = []
+    for name in plan.activation_clips:
+        if not any(clip_scope(name) in scope for scope in scopes):
+            what = f"has {name}, which JAX does not differentiate where the model marks it"
+            why = "it has no gradient, or is inside a function with a derivative of its own"
+            problems.append(Problem("clip_activations", what, why, "another activation"))
+    if problems:
+        raise AnnotationError("Clipping without effect:", problems)
 
 
 def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:

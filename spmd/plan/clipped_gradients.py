@@ -9,15 +9,20 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from spmd.plan.scopes import clip_scope, in_scope
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def clip_gradient(x: jax.Array, limit: float, axes: tuple[str, ...] = ()) -> jax.Array:
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def clip_gradient(
+    x: jax.Array, limit: float, axes: tuple[str, ...] = (), name: str = ""
+) -> jax.Array:
     """Return `x`, with a gradient of at most a norm in each vector along the last dimension.
 
     Args:
         x: `[…, features]`.
         limit: The largest norm; a longer vector is scaled down to it.
         axes: Manual axes that split the features.
+        name: Name of the activation, for the scope of what is computed.
 
     Example:
         >>> x = jnp.array([[3.0, 4.0], [0.3, 0.4]])
@@ -25,25 +30,27 @@ def clip_gradient(x: jax.Array, limit: float, axes: tuple[str, ...] = ()) -> jax
         >>> jax.grad(weigh)(x).round(2).tolist()
         [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
     """
-    del limit, axes
+    del limit, axes, name
     return x
 
 
-def _forward(x: jax.Array, limit: float, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
-    del limit, axes
+def _forward(
+    x: jax.Array, limit: float, axes: tuple[str, ...], name: str
+) -> tuple[jax.Array, None]:
+    del limit, axes, name
     return x, None
 
 
 def _backward(
-    limit: float, axes: tuple[str, ...], saved: None, gradient: jax.Array
+    limit: float, axes: tuple[str, ...], name: str, saved: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
     del saved
-    squares = jnp.square(gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    if axes:
-        squares = jax.lax.psum(squares, axes)
-    # No vector is divided by 0: the smallest scale is that of the limit itself.
-    scale = limit * jax.lax.rsqrt(jnp.maximum(squares, jnp.float32(limit) ** 2))
-    return ((gradient * scale.astype(gradient.dtype)).astype(gradient.dtype),)
+    with in_scope(clip_scope(name)):
+        squares = jnp.square(gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+        if axes:
+            squares = jax.lax.psum(squares, axes)
+        scale = limit / jnp.maximum(jnp.sqrt(squares), limit)
+        return ((gradient * scale.astype(gradient.dtype)).astype(gradient.dtype),)
 
 
 clip_gradient.defvjp(_forward, _backward)

@@ -26,6 +26,11 @@ def annotate_scope(name: str) -> str:
     return f"annotate({name})"
 
 
+def clip_scope(name: str) -> str:
+    """Return the scope of the clipping of an activation's gradient."""
+    return f"clip({name})"
+
+
 def param_scope(path: str) -> str:
     """Return the scope of transfers of a parameter or its gradient, and of products with it."""
     return f"param({path})"

@@ -6,6 +6,7 @@ all that a run needs.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ from spmd.gradients.preference_loss import preference_loss
 from spmd.lora.adapters import lora_rules, with_lora
 from spmd.lora.quantized_base import block_problems
 from spmd.loss_scaling.loss_scale import LossScale
+from spmd.model_interface.attention_config import SPLASH_BLOCK
 from spmd.model_interface.grad_transform import GradTransform
 from spmd.model_interface.model import Model
 from spmd.model_interface.model_config import windows_of
@@ -76,6 +78,7 @@ from spmd.sharding.mesh import (
     abstract_mesh,
     check_slices,
     mesh_of,
+    platform_of,
     shards_of,
 )
 from spmd.storage.download import is_side_file, local_path
@@ -235,6 +238,21 @@ def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> Mode
     return next_token_loss(
         model, train=train, chunk=config.logits_chunk, z_loss=config.logit_z_loss
     )
+
+
+def row_multiple(plan: ShardingPlan) -> int:
+    """Return the number that divides the tokens of rows, for all kernels of a plan's attention.
+
+    Along `sequence` each device has two equal parts of a row; splash attention takes whole blocks.
+    """
+    devices = plan.mesh.shape["sequence"]
+    parts = 1
+    if devices > 1:
+        parts = 2 * devices
+    on_tpu = isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "tpu"
+    if plan.attention.kernel == "splash" or on_tpu:
+        return math.lcm(parts, SPLASH_BLOCK * devices)
+    return parts
 
 
 def weighed_unit(config: TrainConfig) -> str:
@@ -572,10 +590,12 @@ def build_flags(config: TrainConfig, platform: str, kind: str) -> tuple[Flag, ..
 def count_flops(config: TrainConfig) -> Flops | None:
     """Return the model FLOPs of each token, with their formula.
 
-    None if the model's config does not count them, or a teacher's products are in the step as well.
+    None if the model's config does not count them, a teacher's products are in the step as well, or
+    batches have rows of several lengths.
     """
     model = config.model
-    if config.teacher or not isinstance(model, CountsFlops):
+    varies = config.data.packing == "grouped"
+    if config.teacher or varies or not isinstance(model, CountsFlops):
         return None
     return transformer_flops(
         model.matmul_params, model.layers, model.attention_width, keys_of(config)

@@ -122,7 +122,16 @@ class Check:
         setup = self.setup_on(mesh)
         grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
         reference = self.reference(count_microbatches(self.config, setup.schedule))
-        return reference.compare(setup.plan, grad_fn, state=initial_state(setup))
+        place = functools.partial(_with_placed_teacher, setup)
+        return reference.compare(setup.plan, grad_fn, state=initial_state(setup), place=place)
+
+
+def _with_placed_teacher(setup: TrainSetup, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with the teacher's parameters, if there are any, split as in training."""
+    if setup.teacher is None:
+        return batch
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.teacher.abstract_params)
+    return {**batch, TEACHER: whole(jax.device_put(batch[TEACHER].value, shardings))}
 
 
 @dataclasses.dataclass(frozen=True)

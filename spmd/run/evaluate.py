@@ -51,13 +51,16 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Result on one set: sums in nats, of `tokens` targets for `bytes` of text."""
+    """Result on one set: sums in nats, of `tokens` targets for `bytes` of text.
+
+    Where targets have weights other than 1, all of these are weighted.
+    """
 
     name: str
     nats: float
     correct: float
-    tokens: int
-    bytes: int
+    tokens: float
+    bytes: float
 
     @property
     def loss(self) -> float:
@@ -169,8 +172,8 @@ def evaluate(
             each.name,
             nats=sums["loss"],
             correct=sums["accuracy"],
-            tokens=round(sums["weight"]),
-            bytes=round(_size_in_bytes(each, tokens, tokenizer)),
+            tokens=_whole(sums["weight"]),
+            bytes=_whole(_size_in_bytes(each, tokens, tokenizer)),
         )
 
 
@@ -244,8 +247,17 @@ def _size_in_bytes(each: EvaluationSet, tokens: int, tokenizer: Tokenizer) -> fl
     """Return the bytes of text of the evaluated targets, weighted as these are."""
     size = 0.0
     for part, count, weight in _counts(each, tokens):
-        size += weight * sum(count_bytes(targets, tokenizer) for targets in _targets(part, count))
+        for targets, of_targets in _targets(part, count):
+            size += weight * of_targets * count_bytes(targets, tokenizer)
     return size
+
+
+def _whole(total: float) -> float:
+    """Return a sum of weights, as an integer if it is one but for rounding."""
+    nearest = round(total)
+    if math.isclose(total, nearest, rel_tol=1e-6):
+        return nearest
+    return total
 
 
 def set_batches(
@@ -288,7 +300,7 @@ def _shared_counts(
     """Yield the same as `_counts` for a set with shares; weights make up for other sizes."""
     sequence = _targets_of_row(each.parts[0])
     counts = list[int]()
-    sizes = list[int]()  # in targets, or pairs
+    sizes = list[float]()  # in weights of targets, or pairs
     for part, share in zip(each.parts, each.shares, strict=True):
         wanted = math.ceil(tokens * share / sequence) or len(part)
         count = min(len(part), wanted)
@@ -299,21 +311,23 @@ def _shared_counts(
     yield from zip(each.parts, counts, weights, strict=True)
 
 
-def _weight(part: RandomAccessDataset, count: int) -> int:
-    """Return the number of targets of the first rows, without those of weight 0, or of pairs."""
-    weight = 0
+def _weight(part: RandomAccessDataset, count: int) -> float:
+    """Return the sum of the weights of the first rows' targets, or the number of their pairs."""
+    weight = 0.0
     for rows in _first_rows(part, count):
         if "pairs" in rows:
             weight += int(rows["pairs"].max(axis=1).sum())
         else:
-            weight += int((rows["weights"] > 0).sum())
+            weight += float(rows["weights"].sum(dtype=np.float64))
     return weight
 
 
-def _targets(part: RandomAccessDataset, count: int) -> Iterator[np.ndarray]:
-    """Yield the targets of the first rows, without those of weight 0, some rows at a time."""
+def _targets(part: RandomAccessDataset, count: int) -> Iterator[tuple[np.ndarray, float]]:
+    """Yield the targets of the first rows with a weight, and this weight, some rows at a time."""
     for rows in _first_rows(part, count):
-        yield rows["targets"][rows["weights"] > 0]
+        for weight in np.unique(rows["weights"]).tolist():
+            if weight:
+                yield rows["targets"][rows["weights"] == weight], weight
 
 
 def _first_rows(part: RandomAccessDataset, count: int) -> Iterator[dict[str, np.ndarray]]:

@@ -160,7 +160,10 @@ class Log(Hook):
             values["step_s_p95"] = clock.p95
             end = step + self.skipped_batches
             batches = range(max(end - self.every, 0), end)
-            values |= self.throughput.values(clock.median, self.devices, batches)
+            seconds = clock.median
+            if self.throughput.count_of:  # steps of several sizes have no typical time
+                seconds = self._seconds_of_step(step) or seconds
+            values |= self.throughput.values(seconds, self.devices, batches)
         memory = device_memory()
         if memory is not None:
             values["device_peak_bytes"] = memory
@@ -197,6 +200,12 @@ class Log(Hook):
     def finish(self, step: int) -> None:
         """Write the last goodput record, after the last checkpoint."""
         self._interval(step)
+
+    def _seconds_of_step(self, step: int) -> float:
+        """Return the mean seconds of a step since the last line, without other activities."""
+        self.telemetry.stopwatch.switch_to("step")  # which adds the time up to now
+        spent = self.telemetry.stopwatch.seconds["step"] - self._seconds["step"]
+        return spent / max(step - self._step, 1)
 
     def _interval(self, step: int) -> dict[str, float]:
         """Return this process's seconds per step by activity since the previous call."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from spmd.checkpoint.versions import library_versions
@@ -14,6 +15,9 @@ from spmd.storage.address import Location
 from spmd.training.alternating import AlternatingStep
 from spmd.training.step import TrainStep
 
+_INPUTS = "inputs"
+_NO_INPUTS: Mapping[str, str] = MappingProxyType({})
+
 _TEXT = (
     "data.source",
     "data.mixture",
@@ -24,9 +28,8 @@ _TEXT = (
     "chat.longer",
     "chat.date",
     "chat.turns",
-    "teacher",
 )
-"""Fields that may change if corpus and teacher stay the same: if the files were moved."""
+"""Fields that may change if the corpus stays the same: if the files were moved."""
 
 MAY_CHANGE = (
     # How a step is computed: the result is the same up to the order of summation.
@@ -57,6 +60,7 @@ MAY_CHANGE = (
     "diloco.learning_rate",
     "logit_z_loss",
     "clip_activations",
+    "teacher",  # to another folder with the same parameters
     "distillation",
     "optimizer.learning_rate",
     "optimizer.schedule",
@@ -101,13 +105,20 @@ _SAME_STATE = {"float32", "bf16"}
 
 
 def checkpoint_record(
-    config: RunConfig, step: TrainStep | AlternatingStep, data: str, batch: int
+    config: RunConfig,
+    step: TrainStep | AlternatingStep,
+    data: str,
+    batch: int,
+    inputs: Mapping[str, str] = _NO_INPUTS,
 ) -> dict[str, Any]:
     """Return the metadata of a run for its checkpoints.
 
-    `data` is a fingerprint, and `batch` counts examples.
+    Args:
+        data: Fingerprint.
+        batch: Number of examples.
+        inputs: Config field → fingerprint of a further input.
     """
-    return {
+    record: dict[str, Any] = {
         "data": data,
         "seed": config.seed,
         "batch": batch,
@@ -117,6 +128,9 @@ def checkpoint_record(
         "mesh": dict(step.mesh.shape),
         "versions": library_versions(),
     }
+    if inputs:
+        record[_INPUTS] = dict(inputs)
+    return record
 
 
 def _kind(config: RunConfig) -> str:
@@ -132,7 +146,12 @@ def changed_fields(record: Mapping[str, Any], config: RunConfig) -> dict[str, li
 
 
 def check_resumable(
-    record: Mapping[str, Any], config: RunConfig, data: str, batch: int, path: Location
+    record: Mapping[str, Any],
+    config: RunConfig,
+    data: str,
+    batch: int,
+    path: Location,
+    inputs: Mapping[str, str] = _NO_INPUTS,
 ) -> None:
     """Raise `CheckpointError` if a checkpoint is not of this run.
 
@@ -142,6 +161,7 @@ def check_resumable(
     same_text = record.get("data") == data
     recorded = _recorded(record, config)
     problems = list(_refused_changes(recorded, config_values(config), same_text))
+    problems += _other_inputs(record.get(_INPUTS, {}), inputs)
     kind = _kind(config)
     if record.get("model", kind) != kind and not _is_earlier(record, config):
         # One problem in place of one for each field of the other class.
@@ -156,6 +176,20 @@ def check_resumable(
         problems.append(Problem("steps", what, fix=f"steps={record['step']} or more"))
     if problems:
         raise CheckpointError(f"{path} cannot be resumed with this config:", problems)
+
+
+def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each input unlike that at the run's start."""
+    for field in {**before, **now}:
+        if before.get(field) == now.get(field):
+            continue
+        what = "is not that with which the run was started"
+        detail = "its model or its parameters are others"
+        if field not in before:
+            detail = "the run was started without one"
+        elif field not in now:
+            detail = "the run was started with one"
+        yield Problem(field, what, detail, "restore it, or another folder")
 
 
 def _check_origin(record: Mapping[str, Any], path: Location) -> None:

@@ -58,6 +58,8 @@ class RunSpec:
             default, each gives the global batch. All processes stop after the same step when the
             batches of one of them end.
         data: Fingerprint of the data, which a resumed run and all processes must agree on.
+        inputs: Config field → fingerprint of a further input, such as a frozen model. A resumed run
+            must have the same.
         hooks: Further hooks, called after those of the run and before the one that saves.
         writers: Further writers of metrics, called on the first process; all are closed at the end
             of the run.
@@ -90,6 +92,7 @@ class RunSpec:
     evaluation_loss: LossFn | None = None
     process_batches: bool = False
     data: str = ""
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     hooks: Sequence[Hook] = ()
     writers: Sequence[Writer] = ()
     throughput: Throughput | None = None

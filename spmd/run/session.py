@@ -263,6 +263,7 @@ def _common_to_hosts(run: RunSpec, resume: bool) -> dict[str, Any]:
         "plan": run.description,
         "batch": _batch_shapes(run.abstract_batch),
         "data": run.data,
+        "inputs": dict(run.inputs),
         "versions": library_versions(),
         "source": source_fingerprint(),
         "environment": compiler_environment(),
@@ -458,7 +459,8 @@ class _Session:
 
     def check_resumable(self, record: Mapping[str, Any]) -> None:
         run = self.run
-        check_resumable(record, run.config, run.data, run.examples, run.run_dir.location)
+        location = run.run_dir.location
+        check_resumable(record, run.config, run.data, run.examples, location, run.inputs)
         if run.loader is not None and LOADER in record:
             run.loader.check_record(record[LOADER])
 
@@ -680,7 +682,7 @@ class _Session:
             clock=clock,
             last_step=run.config.steps,
             batch=run.examples,
-            record=checkpoint_record(run.config, run.step, run.data, run.examples),
+            record=checkpoint_record(run.config, run.step, run.data, run.examples, run.inputs),
             checkpoints=self.checkpoints,
             evaluate=evaluate,
             telemetry=self.telemetry,

@@ -3,10 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spmd.data.loader import Batches
 from spmd.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer, token_difference
@@ -18,9 +21,11 @@ from spmd.observe.spinner import spinner
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_arrays
 from spmd.run.build import TrainSetup
+from spmd.run.config import config_values
 from spmd.run.load_config import other_config
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir, is_run
+from spmd.run.teacher_plan import read_model
 from spmd.sharding.batch import whole
 from spmd.storage.address import locate
 from spmd.storage.download import is_side_file, local_path
@@ -57,8 +62,15 @@ class Teacher:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of its parameters: a resumed run has the same teacher."""
-        return digest_arrays(self.arrays.value)
+        """Digest of its model and its parameters: a resumed run has the same teacher.
+
+        Parameters are rounded to bfloat16, in which another precision may hold them.
+        """
+        model, _ = read_model(self.folder)
+        settings = json.dumps([type(model).__name__, config_values(model)])
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), self.arrays.value)
+        of_model = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        return f"{of_model} {digest_arrays(rounded)}"
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Check its files and its tokenizer, before anything is loaded.

@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from spmd.errors import SpmdError
 from spmd.hf.folder import open_folder
 from spmd.plan.flax import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
@@ -31,21 +32,28 @@ def make_teacher_plan(config: TrainConfig, mesh: AnyMesh) -> ShardingPlan | None
     """
     if not config.teacher:
         return None
-    model, rules = _read_model(config.teacher)
-    return make_plan(
-        mesh,
-        rules,
-        from_nnx(model.build),
-        optax.identity(),
-        zero=config.zero,
-        precision=_frozen_precision(config),
-        slices=config.slices.sizes,
-        attention=config.attention,
-        context=config.context,
-    )
+    model, rules = read_model(config.teacher)
+    try:
+        return make_plan(
+            mesh,
+            rules,
+            from_nnx(model.build),
+            optax.identity(),
+            zero=config.zero,
+            precision=_frozen_precision(config),
+            slices=config.slices.sizes,
+            attention=config.attention,
+            context=config.context,
+        )
+    except SpmdError as error:
+        problems = []
+        for problem in error.problems:
+            problems.append(dataclasses.replace(problem, where=f"teacher: {problem.where}"))
+        title = f"{config.teacher} cannot be the teacher on this mesh:"
+        raise type(error)(title, problems) from error
 
 
-def _read_model(folder: str) -> tuple[Any, Rules]:
+def read_model(folder: str) -> tuple[Any, Rules]:
     """Return the config of a folder's model, and the rules of its parameters."""
     location = locate(folder)
     if is_run(location):

@@ -42,6 +42,7 @@ from spmd.run.build import (
     count_flops,
     make_setup,
     open_text_dataset,
+    row_multiple,
     weighed_unit,
 )
 from spmd.run.compiled_step import LoadResult, load_compiled_step
@@ -169,6 +170,7 @@ class CheckedRun:
     """Inputs of a run, checked before anything compiles.
 
     Attributes:
+        order: Order of the training batches.
         sets: Evaluation sets; the first one is the validation split of the text.
         init: Line about the initial parameters; empty for a run that is resumed.
         teacher: The frozen model beside the trained one, if there is one.
@@ -177,6 +179,7 @@ class CheckedRun:
 
     setup: TrainSetup
     text: TextDataset
+    order: BatchOrder
     sets: Sequence[EvaluationSet]
     init: str
     teacher: Teacher | None = None
@@ -211,9 +214,13 @@ def check(
     named = open_sets(config, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
     init = "" if resumes else check_init(setup)
     teacher = open_teacher(setup)
-    if teacher is not None and not was_checked:
-        teacher.check(text.tokenizer)
-    return CheckedRun(setup, text, (*own, *named), init, teacher, load_result)
+    order = text.batch_order(config.data, config.seed, row_multiple(setup.plan))
+    if not was_checked:
+        if teacher is not None:
+            teacher.check(text.tokenizer)
+        for batch in _other_batches(setup, order, 0, config.steps):
+            setup.step.trace(batch)
+    return CheckedRun(setup, text, order, (*own, *named), init, teacher, load_result)
 
 
 def make_run(
@@ -230,13 +237,14 @@ def make_run(
     device = jax.devices()[0]
     kind = device.device_kind
     flags = flags_text(build_flags(config, device.platform, kind), device.platform)
-    order = text.batch_order(config.data, config.seed)
+    order = checked.order
     corpus_line = f"\n{text.describe(config.data.batch_sizes.rows_before(config.steps))}"
     if isinstance(order, LengthGroups):
         corpus_line += f"{order}\n"
     other_batches = None
     count_of = None
-    if len(order.shapes(0, config.steps)) > 1:
+    shape = (config.data.batch, config.data.sequence)
+    if list(order.shapes(0, config.steps)) != [shape]:
         other_batches = functools.partial(_other_batches, setup, order)
         count_of = functools.partial(_tokens_of, order)
     frozen = frozen_base(config) if config.lora.targets else None
@@ -258,11 +266,12 @@ def make_run(
     return Run(
         folder.location,
         setup.step,
-        functools.partial(_training_batches, checked, order),
+        functools.partial(_training_batches, checked),
         config=config,
         evaluation=_evaluation_batches(checked),
         evaluation_loss=setup.evaluation_loss_fn,
-        data=_fingerprint(checked),
+        data=text.fingerprint,
+        inputs=_inputs(checked),
         hooks=(CopySourceFiles(setup, folder.path), *hooks),
         writers=writers,
         throughput=Throughput(
@@ -299,11 +308,11 @@ def _base_line(frozen: ExternalState | None) -> str:
     return f"\ncheckpoints have the adapters alone: {keep}, or {save}"
 
 
-def _fingerprint(checked: CheckedRun) -> str:
-    """Return the fingerprint of the text, and of the teacher's parameters."""
+def _inputs(checked: CheckedRun) -> dict[str, str]:
+    """Return field → fingerprint of the run's inputs beside its text: the teacher."""
     if checked.teacher is None:
-        return checked.text.fingerprint
-    return f"{checked.text.fingerprint} teacher {checked.teacher.digest}"
+        return {}
+    return {"teacher": checked.teacher.digest}
 
 
 def _tokens_of(order: BatchOrder, number: int) -> int:
@@ -321,15 +330,13 @@ def _other_batches(setup: TrainSetup, order: BatchOrder, start: int, steps: int)
     return others
 
 
-def _training_batches(
-    checked: CheckedRun, order: BatchOrder, start: int, steps: int
-) -> Iterator[Any]:
+def _training_batches(checked: CheckedRun, start: int, steps: int) -> Iterator[Any]:
     """Return the batches of the steps `start + 1 … steps`."""
     setup = checked.setup
     data = setup.config.data
     checked.text.check_epochs(steps, data.batch_sizes)  # again, as roll-backs skip batches
     batches = batches_in_order(
-        order,
+        checked.order,
         sharding=setup.plan.batch_sharding("tokens"),
         start=start,
         steps=steps,

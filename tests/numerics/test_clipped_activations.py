@@ -118,5 +118,30 @@ def test_what_cannot_be_clipped() -> None:
             tiny.plan(options=(("clip_activations", clips), ("precision", precision)))
     plan = tiny.plan(options=(("clip_activations", "residual=1"),))
     assert "clip gradients of residual=1" in plan.heading
-    with use_plan(plan), pytest.raises(AnnotationError, match="rule of its own derivative"):
-        annotate(jnp.ones((2, 4, 32)), "residual", in_rule=True)
+
+
+def is_clipped(name: str) -> bool:
+    """Whether the gradient of an activation is clipped in the traced step; False if that is refused."""
+    batch = {name: jax.ShapeDtypeStruct((8, 16), jnp.int32) for name in ("tokens", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    plan = tiny.plan(options=(("clip_activations", f"{name}=1"),))
+    step = make_train_step(plan, next_token_loss(tiny.model()))
+    try:
+        lowered = step.lower(batch)
+    except AnnotationError:
+        return False
+    assert f"clip({name})" in lowered.as_text(debug_info=True)
+    return True
+
+
+def test_every_activation_is_clipped_or_refused() -> None:
+    """Refused are integers, and what is inside of functions with a derivative of their own."""
+    names = list(dict(LLAMA.activations))
+    refused = [name for name in names if not is_clipped(name)]
+    assert set(refused) == {"logits", "embed_tokens", "attention_input", "mlp_input"}
+    plan = tiny.plan(options=(("clip_activations", "logits=1,residual=1"),))
+    step = make_train_step(plan, next_token_loss(tiny.model()))
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "weights": tokens.update(dtype=jnp.float32)}
+    with pytest.raises(AnnotationError, match="has logits, which JAX does not differentiate"):
+        step.trace(batch)

@@ -101,6 +101,10 @@ def test_lengths_are_those_of_least_padding() -> None:
     assert padded(chosen) == min(map(padded, tried)) < padded((64,))
     assert group_lengths(np.array([64, 63]), longest=64, groups=3) == (64,)
     assert group_lengths(np.array([3]), longest=5, groups=4) == (3, 5)
+    assert group_lengths(lengths, longest=64, groups=3, multiple=16) == (16, 48, 64)
+    few = group_lengths(np.arange(1, 32), longest=31, groups=16)
+    assert len(few) == 16
+    assert all(length % 2 == 0 for length in few[:-1])
 
 
 def test_what_a_ramp_and_groups_do_not_go_with() -> None:
@@ -109,6 +113,8 @@ def test_what_a_ramp_and_groups_do_not_go_with() -> None:
         DataConfig(batch=8, batch_ramp=("4:10", "2:20", "x", "8:30"))
     found = [problem.where for problem in raised.value.problems]
     assert found == [f"data.batch_ramp[{index}]" for index in (1, 2, 3)]
+    with pytest.raises(ConfigError, match="is 0:10: no sequences"):
+        DataConfig(batch_ramp=("0:10",))
     with pytest.raises(ConfigError, match=r"data\.streaming"):
         DataConfig(packing="grouped", streaming=True)
     with pytest.raises(ConfigError, match=r"data\.batch_ramp"):

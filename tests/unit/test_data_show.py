@@ -39,9 +39,25 @@ def write(folder: Path, *rows: Any) -> str:
 def test_pieces_are_the_text_and_what_is_trained_of_it(tmp_path: Path) -> None:
     source = write(tmp_path, CHAT, {"text": "x"})
     (found,) = first_examples([source], ByteTokenizer(), TEMPLATE, None, 1)
-    assert found.pieces == (("u:hi\na:ho\nu:é?\na:", False), ("yes 😀\n", True))
+    assert found.pieces == (("u:hi\na:ho\nu:é?\na:", 0.0), ("yes 😀\n", 1.0))
     assert found.where == f"{source}:1"
     assert (found.tokens, found.trained) == (27, 9)
+
+
+def test_weights_and_each_turn_are_shown(tmp_path: Path, capsys: Any) -> None:
+    """A weight behind its text; with each turn by itself, as often as there are trained turns."""
+    messages = [*CHAT["messages"][:3], {**CHAT["messages"][3], "weight": 0.25}]
+    messages[1] = {**messages[1], "weight": 1}
+    source = write(tmp_path, {"messages": messages})
+    (tmp_path / "t.jinja").write_text(SOURCE)
+    given = ["data", "show", source, "--template", tmp_path / "t.jinja"]
+    assert run(*given) == 0
+    shown = capsys.readouterr().out
+    assert "a:«ho\n»u:é?\na:«yes 😀\n»[weight 0.25]" in shown
+    assert run(*given, "--turns", "each") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("tokens,") == 2
+    assert "u:hi\na:ho\nu:é?\na:«yes" in shown
 
 
 def test_pairs_are_told_by_the_first_row(tmp_path: Path) -> None:
@@ -49,8 +65,8 @@ def test_pairs_are_told_by_the_first_row(tmp_path: Path) -> None:
     source = write(tmp_path, PAIR, CHAT)
     found = first_examples([source], ByteTokenizer(), TEMPLATE, None, 1)
     assert [(each.side, each.pieces[-1]) for each in found] == [
-        ("chosen", ("ho\n", True)),
-        ("rejected", ("no\n", True)),
+        ("chosen", ("ho\n", 1.0)),
+        ("rejected", ("no\n", 1.0)),
     ]
     with pytest.raises(DataError, match=r"rows.jsonl:2: cannot be used"):
         first_examples([source], ByteTokenizer(), TEMPLATE, None, 2)

@@ -16,13 +16,14 @@ import spmd
 from spmd.errors import ConfigError
 from spmd.gradients.deferred_reduction import DeferredReduction
 from spmd.gradients.losses import next_token_sums
+from spmd.jaxpr.equations import equations, name_of, params_of
 from spmd.model_interface.model import Outputs
 from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.communication import deferred_reduction_bytes
-from spmd.run.build import make_setup, planned_mesh
+from spmd.run.build import abstract_batch, make_setup, planned_mesh
 from spmd.run.describe import exchange_line, microbatch_line
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
@@ -63,6 +64,36 @@ def test_by_default_it_is_over_the_axes_that_take_no_memory(fields, axes):
     assert made.exchange.axes == axes
     if "defer_grad_reduction" not in fields:
         assert deferred_reduction_bytes(made.plan, axes)[1:] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [
+        ({}, {64: 4, 32: 2}),
+        ({"defer_grad_reduction": "none"}, {64: 4, 32: 2}),
+        ({"defer_grad_reduction": "data+fsdp"}, {64: 4, 32: 2}),
+        ({"accumulate": 1, "pipeline": spmd.PipelineConfig(microbatches=4)}, {64: 4, 32: 2}),
+        ({"compress": spmd.CompressConfig(gradients="powersgd:2")}, {64: 4, 32: 2}),
+    ],
+)
+def test_a_device_takes_as_many_microbatches_as_the_batch_has(fields, lengths):
+    """Where a region holds a part of the batch, too; a smaller batch has fewer. The control has none."""
+    made = setup(**fields)
+    for rows, length in lengths.items():
+        batch = abstract_batch(made.config, (rows, 32))
+        assert scan_lengths(made.step.trace(batch).jaxpr, length)
+    alone = setup(accumulate=1)
+    assert not scan_lengths(alone.step.trace(alone.batch).jaxpr, 4)
+
+
+def scan_lengths(jaxpr, length):
+    """The scans of a length over tokens of several parts of a batch."""
+    found = []
+    for equation in equations(jaxpr):
+        if name_of(equation) == "scan" and params_of(equation)["length"] == length:
+            shapes = [x.aval.shape for x in equation.invars]
+            found += [shape for shape in shapes if len(shape) == 3 and shape[2] == 32]
+    return found
 
 
 def test_the_plan_says_what_is_sent_and_held():

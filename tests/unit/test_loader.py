@@ -47,9 +47,18 @@ def test_all_bad_fields_are_reported_at_once() -> None:
     """Every field that cannot be used is named in one error."""
     numbers = {"sequence": 0, "batch": 0, "validation": 1.0, "threads": -1, "prefetch": -1}
     with pytest.raises(ConfigError) as caught:
-        DataConfig((), ("a=0:b", "code"), "", "", packing="tight", **numbers)  # type: ignore[arg-type]
+        DataConfig(
+            (),
+            ("a=0:b", "code"),
+            "",
+            "",
+            packing="tight",  # type: ignore[arg-type]
+            batch_ramp=("x",),
+            length_groups=0,
+            **numbers,
+        )
     names = {problem.where for problem in caught.value.problems}
-    names = {name.removesuffix(" a.weight") for name in names}
+    names = {name.removesuffix(" a.weight").partition("[")[0] for name in names}
     every = {f"data.{field.name}" for field in dataclasses.fields(DataConfig)}
     assert names == every - {"data.cache", "data.streaming"}
     with pytest.raises(ConfigError, match="name a file or folder"):
