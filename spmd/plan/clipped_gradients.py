@@ -27,8 +27,9 @@ def clip_gradient(
     Example:
         >>> x = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> weigh = lambda y: (clip_gradient(y, 1.0) * jax.lax.stop_gradient(x)).sum()
-        >>> jax.grad(weigh)(x).round(2).tolist()
-        [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
+        >>> print(jax.grad(weigh)(x).round(2))
+        [[0.6 0.8]
+         [0.3 0.4]]
     """
     del limit, axes, name
     return x
