@@ -27,9 +27,8 @@ def clip_gradient(
     Example:
         >>> x = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> weigh = lambda y: (clip_gradient(y, 1.0) * jax.lax.stop_gradient(x)).sum()
-        >>> print(jax.grad(weigh)(x).round(2))
-        [[0.6 0.8]
-         [0.3 0.4]]
+        >>> [f"{norm:.2f}" for norm in jnp.linalg.norm(jax.grad(weigh)(x), axis=1)]
+        ['1.00', '0.50']
     """
     del limit, axes, name
     return x
