@@ -48,6 +48,18 @@ def by_hand(out: Path, seed: int = 0) -> tuple[list[float], set[tuple[int, int]]
 
 
 @pytest.mark.soak
+def test_a_run_may_end_within_its_ramp(tmp_path: Path, capsys: Any) -> None:
+    """Its steps are of the first size, and so are the tokens that it counts."""
+    path = write_tiny(tmp_path)
+    flags = ["--data.batch", 32, "--data.batch-ramp", "8:1000", "--steps", 4]
+    assert run("train", path, *flags, "--out", tmp_path / "out") == 0
+    assert "done: 4 steps in " in (said := capsys.readouterr().out)
+    assert " 512 tokens " in said  # 4 × 8 × 16
+    lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert [line["tokens"] for line in lines if "tokens" in line] == [128] * 4
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("flags", [RAMP, GROUPS], ids=["ramp", "groups"])
 def test_a_run_takes_the_steps_of_its_batches(flags: tuple[Any, ...], tmp_path: Path) -> None:
     """In fewer microbatches, or less padding; a run that is resumed on the way has the same losses, bitwise."""

@@ -231,6 +231,7 @@ def test_plan_has_a_ledger(config, capsys):
     assert (plan["memory"]["limit"], plan["fits"]) == (None, None)
 
 
+@pytest.mark.soak
 def test_plan_that_does_not_fit_exits_with_3(config, capsys):
     """The category to blame is named, and settings that would fit; with those it fits."""
     large = [

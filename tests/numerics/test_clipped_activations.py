@@ -89,7 +89,7 @@ def gradients(sizes: dict[str, int], clips: str = f"residual={LIMIT}", parts: in
     return tree.flatten(jax.tree.map(lambda a, b: (a - b) / RATE, before, after))
 
 
-@pytest.mark.parametrize("sizes", soak_but(MESHES, MESHES[1]), ids=str)
+@pytest.mark.parametrize("sizes", soak_but(MESHES), ids=str)
 def test_all_meshes_clip_alike(sizes: dict[str, int]) -> None:
     """In microbatches too; without a limit gradients are others, and a large limit is none."""
     alone = gradients({}, parts=2)
@@ -118,6 +118,12 @@ def test_what_cannot_be_clipped() -> None:
             tiny.plan(options=(("clip_activations", clips), ("precision", precision)))
     plan = tiny.plan(options=(("clip_activations", "residual=1"),))
     assert "clip gradients of residual=1" in plan.heading
+    plan = tiny.plan(options=(("clip_activations", "logits=1,residual=1"),))
+    step = make_train_step(plan, next_token_loss(tiny.model()))
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "weights": tokens.update(dtype=jnp.float32)}
+    with pytest.raises(AnnotationError, match="has logits, which JAX does not differentiate"):
+        step.trace(batch)
 
 
 def is_clipped(name: str) -> bool:
@@ -127,21 +133,15 @@ def is_clipped(name: str) -> bool:
     plan = tiny.plan(options=(("clip_activations", f"{name}=1"),))
     step = make_train_step(plan, next_token_loss(tiny.model()))
     try:
-        lowered = step.lower(batch)
+        step.trace(batch)
     except AnnotationError:
         return False
-    assert f"clip({name})" in lowered.as_text(debug_info=True)
     return True
 
 
+@pytest.mark.soak
 def test_every_activation_is_clipped_or_refused() -> None:
     """Refused are integers, and what is inside of functions with a derivative of their own."""
     names = list(dict(LLAMA.activations))
     refused = [name for name in names if not is_clipped(name)]
     assert set(refused) == {"logits", "embed_tokens", "attention_input", "mlp_input"}
-    plan = tiny.plan(options=(("clip_activations", "logits=1,residual=1"),))
-    step = make_train_step(plan, next_token_loss(tiny.model()))
-    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens, "weights": tokens.update(dtype=jnp.float32)}
-    with pytest.raises(AnnotationError, match="has logits, which JAX does not differentiate"):
-        step.trace(batch)

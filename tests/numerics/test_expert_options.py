@@ -234,6 +234,7 @@ def whole_layer(activation, weight_on, params, x, routing):
     return np.asarray(y[0])
 
 
+@pytest.mark.soak
 def test_experts_are_those_of_gpt_oss():
     """Interleaved gates and biases of all kernels; control: another activation differs."""
     torch = pytest.importorskip("torch")

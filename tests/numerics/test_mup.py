@@ -94,6 +94,7 @@ def config(**fields) -> TrainConfig:
     return TrainConfig(**{"model": WIDE, "rules": LLAMA, "mup": mup, **fields})
 
 
+@pytest.mark.soak
 def test_a_decoder_of_a_config():
     """Rates and initial values by structure, in the plan and in updates."""
     model = build_base_model(config())

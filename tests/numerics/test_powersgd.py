@@ -339,7 +339,7 @@ def test_a_loss_scale_is_refused() -> None:
         plan.with_transforms(PowerSGD(2))
 
 
-@pytest.mark.parametrize("rank", [1, 5])
+@pytest.mark.parametrize("rank", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_rows_are_orthonormal(rank: int) -> None:
     """Of any matrix: of one with equal rows, with tiny and with huge numbers, and of zeros."""
     rows = jax.random.normal(jax.random.key(0), (4, rank, 16))

@@ -63,6 +63,7 @@ def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
+@pytest.mark.soak
 def test_biases_are_exported_in_float32(folder, state):
     """Other tensors are in the dtype that was asked for."""
     found = tensors(folder)

@@ -103,6 +103,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
     assert drawn(neighbours, temperature=1e-3).mean() > 0.99
 
 
+@pytest.mark.soak
 def test_all_that_is_wrong_is_said_at_once():
     """Three bad settings are three problems; a number that is none is not let through."""
     with pytest.raises(ConfigError) as caught:

@@ -190,6 +190,7 @@ def train(config, out, *flags):
     return caught.value.code, sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
+@pytest.mark.soak
 def test_a_healthy_run_is_checked_and_ends(tmp_path):
     """Both checks take time, which is counted as theirs; without flags there is none."""
 

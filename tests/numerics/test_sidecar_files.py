@@ -35,6 +35,7 @@ def published(folder, config):
 
 
 @pytest.mark.parametrize("vocab", [pytest.param(64, marks=pytest.mark.soak), 300])
+@pytest.mark.soak
 def test_text_of_an_import_without_a_tokenizer(vocab, tmp_path, capsys):
     """Bytes cannot be read by a model of 64 tokens, which is said; one of 300 writes tokens that are no text."""
     out = tmp_path / "run"

@@ -36,6 +36,7 @@ def parity(config, rules, plain, batches=BATCHES, **sizes):
     )
 
 
+@pytest.mark.soak
 def test_key_value_heads_are_replicated_where_the_table_says_so():
     """Two key/value heads on four devices: an error under the plain table, one device's numbers under the other."""
     with pytest.raises(AnnotationError, match=r"attention_key(.|\n)*2 / \(tensor=4\) = 0.5"):

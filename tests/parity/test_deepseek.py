@@ -52,7 +52,7 @@ def sizes_of(mesh):
     return dict.fromkeys(mesh.split("-"), 2)
 
 
-@pytest.mark.parametrize("mesh", soak_but(MESHES, "expert-sequence-tensor"))
+@pytest.mark.parametrize("mesh", soak_but(MESHES))
 def test_it_trains_as_on_one_device(mesh):
     """Of two steps the loss, gradients, updates and the biases that balance the experts."""
     result = compare(DEEPSEEK, steps=2, **sizes_of(mesh))

@@ -114,6 +114,7 @@ def assert_equal_output(processes, *arguments):
     return first
 
 
+@pytest.mark.soak
 def test_evaluation_in_two_processes_is_that_of_one(processes):
     """Two processes evaluate the same figures; with another number of tokens, others."""
     command = ("eval", processes.folder / "run", "--data", processes.folder / "corpus.txt")

@@ -156,7 +156,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("resume", ["never", pytest.param("always", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("resume", ["never", "always"])
 def test_a_run_in_folders_that_are_not_shared_ends_before_it_compiles(
     resume: str, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

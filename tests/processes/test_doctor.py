@@ -28,6 +28,7 @@ def stop_and_go(process: subprocess.Popen[str], until: threading.Event) -> None:
 @pytest.mark.parametrize(
     "slowed", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["slowed", "control"]
 )
+@pytest.mark.soak
 def test_the_slow_one_of_two_processes_is_named(slowed: bool, tmp_path: Path) -> None:
     doctor = ["doctor", "--mesh.fsdp", "8", "--megabytes", "1", "--json"]
     processes = []

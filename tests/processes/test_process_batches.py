@@ -186,6 +186,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_both(RUNS + STOPS, tmp_path_factory.mktemp("both"))
 
 
+@pytest.mark.soak
 def test_a_run_resumes_bitwise_from_the_states_of_all_loaders(both: list[dict[str, Any]]) -> None:
     """After the loader of one has failed: both end, and go on from their checkpoint as if nothing had been. A loader
     that forgets its state is the control."""

@@ -144,6 +144,7 @@ def test_a_checkpoint_is_the_same_on_any_mesh(folder, whole):
     assert np.abs(reference.params["lm_head"]["kernel"]).max() > 0
 
 
+@pytest.mark.soak
 def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
     """Config, plan, mesh, versions, data position and seed lie beside the arrays."""
     with CheckpointManager(whole / "checkpoints") as checkpoints:

@@ -86,6 +86,7 @@ def command(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.soak
 def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
     """Killed between saves and in one, also the training process alone, and with SIGTERM."""
     config, expected = whole
