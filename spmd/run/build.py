@@ -241,7 +241,7 @@ def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> Mode
 
 
 def row_multiple(plan: ShardingPlan) -> int:
-    """Return the number that divides the tokens of rows, for all kernels of a plan's attention.
+    """Return a divisor of the tokens of each row, for all kernels of a plan's attention.
 
     Along `sequence` each device has two equal parts of a row; splash attention takes whole blocks.
     """

@@ -179,7 +179,7 @@ def check_resumable(
 
 
 def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each input unlike that at the run's start."""
+    """Yield a problem for each changed input of a run."""
     for field in {**before, **now}:
         if before.get(field) == now.get(field):
             continue
