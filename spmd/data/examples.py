@@ -15,6 +15,8 @@ from spmd.data.text_files import JsonRows
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import DataError, Problem
 
+_TITLE = "invalid conversations:"
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -60,14 +62,17 @@ def first_examples(
         with problems.of_reading():
             for part, row in itertools.islice(reader.read(file.format), count - rows):
                 form = form or _form_of(row)
+                if each and form is not CONVERSATIONS:
+                    what = "is each, and the rows are pairs of answers"
+                    raise DataError(_TITLE, [Problem("turns", what, fix="no --turns")])
                 found += _of_row(row, f"{file.path}{part}", form, tokenizer, template, each=each)
                 rows += 1
         if problems.all():
-            raise DataError("invalid conversations:", problems.all())
+            raise DataError(_TITLE, problems.all())
         if rows == count:
             return found
     if not found:
-        raise DataError("invalid conversations:", [Problem("the files", "hold no rows")])
+        raise DataError(_TITLE, [Problem("the files", "hold no rows")])
     return found
 
 
@@ -101,7 +106,7 @@ def _of_row(
     except ValueError as error:  # a BadConversationError among others
         fix = getattr(error, "fix", "")
         problem = Problem(where, "cannot be used", str(error), fix)
-        raise DataError("invalid conversations:", [problem]) from error
+        raise DataError(_TITLE, [problem]) from error
 
 
 def _example(

@@ -7,6 +7,7 @@ batches of all groups come in a shuffled order.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ from spmd.data.sampler import hashed_seed
 
 _UNITS = 16
 """Lengths of groups are multiples of this part of the longest."""
+_BLOCK = 128
+"""Long rows are in whole blocks of attention kernels, on every platform."""
 _EMPTY = -1
 """Number of a row that is padding alone."""
 
@@ -35,6 +38,8 @@ def group_lengths(
         (4, 16)
     """
     unit = -(-longest // _UNITS)
+    if unit >= _BLOCK:
+        multiple = math.lcm(multiple, _BLOCK)
     unit = -(-unit // multiple) * multiple
     rounded = np.minimum(-(-lengths // unit) * unit, longest)
     sizes, counts = np.unique(rounded, return_counts=True)

@@ -62,12 +62,22 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     mesh, spec = found
     with in_scope(annotate_scope(name)):
         x = constrain(x, mesh, spec, f"activation {name!r}")
+    if in_rule:
+        _check_not_clipped(name)
     x = clip_activation(x, name)
     x = name_in_rule(x, name) if in_rule else checkpoint_name(x, name)
     codec = current().remat.codec(name)
     if codec is None:
         return x
     return _store(x, name, codec, mesh, spec, in_rule=in_rule)
+
+
+def _check_not_clipped(name: str) -> None:
+    """Raise if the gradient of an activation in a derivative's own rule is to be clipped."""
+    if name in current().activation_clips:
+        what = f"has {name}, which is inside of a function with a derivative of its own"
+        problem = Problem("clip_activations", what, fix="another activation")
+        raise AnnotationError("Clipping without effect:", [problem])
 
 
 def clip_activation(x: jax.Array, name: str) -> jax.Array:

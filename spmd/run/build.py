@@ -6,7 +6,6 @@ all that a run needs.
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -243,7 +242,8 @@ def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> Mode
 def row_multiple(plan: ShardingPlan) -> int:
     """Return a divisor of the tokens of each row, for all kernels of a plan's attention.
 
-    Along `sequence` each device has two equal parts of a row; splash attention takes whole blocks.
+    Along `sequence` each device has two equal parts of a row; splash attention takes whole blocks
+    of each.
     """
     devices = plan.mesh.shape["sequence"]
     parts = 1
@@ -251,7 +251,7 @@ def row_multiple(plan: ShardingPlan) -> int:
         parts = 2 * devices
     on_tpu = isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "tpu"
     if plan.attention.kernel == "splash" or on_tpu:
-        return math.lcm(parts, SPLASH_BLOCK * devices)
+        return SPLASH_BLOCK * parts
     return parts
 
 

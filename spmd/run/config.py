@@ -170,6 +170,8 @@ class SampleConfig:
     """Sample from the most likely tokens whose total probability is at least this; 1 for all."""
 
 
+EXECUTION_FIELDS = ("stacked", "unroll")
+"""Model fields without an influence on the function of a model."""
 _LARGEST = 2**31 - 1
 
 

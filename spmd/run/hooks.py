@@ -158,11 +158,11 @@ class Log(Hook):
         if clock.median is not None and clock.p95 is not None:
             values["step_s"] = clock.median
             values["step_s_p95"] = clock.p95
-            end = step + self.skipped_batches
-            batches = range(max(end - self.every, 0), end)
             seconds = clock.median
             if self.throughput.count_of:  # steps of several sizes have no typical time
                 seconds = self._seconds_of_step(step) or seconds
+            first = min(self._step, step - 1) + self.skipped_batches
+            batches = range(first, step + self.skipped_batches)
             values |= self.throughput.values(seconds, self.devices, batches)
         memory = device_memory()
         if memory is not None:
@@ -202,9 +202,10 @@ class Log(Hook):
         self._interval(step)
 
     def _seconds_of_step(self, step: int) -> float:
-        """Return the mean seconds of a step since the last line, without other activities."""
+        """Return the mean seconds of a step and of its batch, since the last line."""
         self.telemetry.stopwatch.switch_to("step")  # which adds the time up to now
-        spent = self.telemetry.stopwatch.seconds["step"] - self._seconds["step"]
+        now = self.telemetry.stopwatch.seconds
+        spent = sum(now[name] - self._seconds[name] for name in ("step", "data"))
         return spent / max(step - self._step, 1)
 
     def _interval(self, step: int) -> dict[str, float]:

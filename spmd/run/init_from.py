@@ -21,16 +21,13 @@ from spmd.lora.adapters import BASE
 from spmd.lora.quantized_base import store_base
 from spmd.model_interface.wrapped_param import abstract_params
 from spmd.run.build import TrainSetup
-from spmd.run.config import TrainConfig, config_difference, config_values
+from spmd.run.config import EXECUTION_FIELDS, TrainConfig, config_difference, config_values
 from spmd.run.load_config import other_config
 from spmd.run.load_params import read_params, read_variables
 from spmd.run.run_dir import RunDir, is_run
 from spmd.storage.address import Location, locate
 from spmd.storage.download import is_side_file, local_path
 from spmd.training.state import TrainState, init_state
-
-_EXECUTION_FIELDS = ("stacked", "unroll")
-"""Model fields without an influence on the function of a model."""
 
 
 def check_init(setup: TrainSetup) -> str:
@@ -124,7 +121,7 @@ def _check_model(path: Location, theirs: Any, ours: Any) -> None:
     after = {"class": type(ours).__name__, **config_values(ours)}
     problems = list[Problem]()
     for name, (old, new) in config_difference(before, after).items():
-        if name not in _EXECUTION_FIELDS:
+        if name not in EXECUTION_FIELDS:
             what = f"is {new}, and {path} has {old}"
             problems.append(Problem(f"model.{name}", what, fix=f"--model.{name} {old}"))
     if problems and problems[0].where == "model.class":

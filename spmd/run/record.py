@@ -184,11 +184,7 @@ def _other_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator
         if before.get(field) == now.get(field):
             continue
         what = "is not that with which the run was started"
-        detail = "its model or its parameters are others"
-        if field not in before:
-            detail = "the run was started without one"
-        elif field not in now:
-            detail = "the run was started with one"
+        detail = f"it was {before.get(field, 'none')}, and is {now.get(field, 'none')}"
         yield Problem(field, what, detail, "restore it, or another folder")
 
 

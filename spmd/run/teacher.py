@@ -21,7 +21,7 @@ from spmd.observe.spinner import spinner
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_arrays
 from spmd.run.build import TrainSetup
-from spmd.run.config import config_values
+from spmd.run.config import EXECUTION_FIELDS, config_difference, config_values
 from spmd.run.load_config import other_config
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir, is_run
@@ -67,9 +67,13 @@ class Teacher:
         Parameters are rounded to bfloat16, in which another precision may hold them.
         """
         model, _ = read_model(self.folder)
-        settings = json.dumps([type(model).__name__, config_values(model)])
+        # Differences from the defaults stay as they are when a release adds a field.
+        settings = config_difference(config_values(type(model)), config_values(model))
+        for field in EXECUTION_FIELDS:
+            settings.pop(field, None)
+        text = json.dumps([type(model).__name__, settings])
         rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), self.arrays.value)
-        of_model = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        of_model = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"{of_model} {digest_arrays(rounded)}"
 
     def check(self, tokenizer: Tokenizer) -> None:

@@ -309,10 +309,17 @@ def _base_line(frozen: ExternalState | None) -> str:
 
 
 def _inputs(checked: CheckedRun) -> dict[str, str]:
-    """Return field → fingerprint of the run's inputs beside its text: the teacher."""
-    if checked.teacher is None:
-        return {}
-    return {"teacher": checked.teacher.digest}
+    """Return field → fingerprint of the run's inputs beside its text.
+
+    They are the teacher, and the lengths of groups, which follow from the text and the mesh.
+    """
+    found = dict[str, str]()
+    if checked.teacher is not None:
+        found["teacher"] = checked.teacher.digest
+    if isinstance(checked.order, LengthGroups):
+        lengths = " ".join(map(str, checked.order.lengths))
+        found["data.length_groups"] = f"{lengths} tokens a row"
+    return found
 
 
 def _tokens_of(order: BatchOrder, number: int) -> int:

@@ -102,6 +102,8 @@ def test_lengths_are_those_of_least_padding() -> None:
     assert group_lengths(np.array([64, 63]), longest=64, groups=3) == (64,)
     assert group_lengths(np.array([3]), longest=5, groups=4) == (3, 5)
     assert group_lengths(lengths, longest=64, groups=3, multiple=16) == (16, 48, 64)
+    long = group_lengths(np.arange(1, 2049), longest=2049, groups=4)
+    assert all(length % 128 == 0 for length in long[:-1])
     few = group_lengths(np.arange(1, 32), longest=31, groups=16)
     assert len(few) == 16
     assert all(length % 2 == 0 for length in few[:-1])

@@ -1,6 +1,7 @@
 """Gradients that are exchanged once a step: over which axes, what is refused, and what the plan says of it."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 
@@ -29,6 +30,8 @@ from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
 
 SMALL = DecoderConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+DEEPER = dataclasses.replace(SMALL, layers=3)
+"""With as many layers as no batch here has parts."""
 EXAMPLES = {
     "x": jax.ShapeDtypeStruct((8, 4), jnp.float32),
     "y": jax.ShapeDtypeStruct((8,), jnp.float32),
@@ -78,12 +81,13 @@ def test_by_default_it_is_over_the_axes_that_take_no_memory(fields, axes):
 )
 def test_a_device_takes_as_many_microbatches_as_the_batch_has(fields, lengths):
     """Where a region holds a part of the batch, too; a smaller batch has fewer. The control has none."""
-    made = setup(**fields)
+    made = setup(model=DEEPER, **fields)
     for rows, length in lengths.items():
         batch = abstract_batch(made.config, (rows, 32))
         assert scan_lengths(made.step.trace(batch).jaxpr, length)
-    alone = setup(accumulate=1)
-    assert not scan_lengths(alone.step.trace(alone.batch).jaxpr, 4)
+    alone = setup(model=DEEPER, accumulate=1)
+    for length in (2, 4):
+        assert not scan_lengths(alone.step.trace(alone.batch).jaxpr, length)
 
 
 def scan_lengths(jaxpr, length):
