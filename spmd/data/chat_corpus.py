@@ -300,7 +300,7 @@ class _Texts:
 
     def _fitting(self, documents: list[_Document]) -> list[_Document]:
         """Return documents for one sequence, shortened if need be; none if they are dropped."""
-        if sum(len(ids) - 1 for ids, _ in documents) <= self.sequence:
+        if sum(map(_count_targets, documents)) <= self.sequence:
             return documents
         self.about["longer"] += 1
         if self.longer == "refuse":
@@ -327,7 +327,7 @@ class _Texts:
 
     def _too_long(self, documents: Sequence[_Document]) -> BadConversationError:
         """Return the error of a row longer than a sequence."""
-        targets = [len(ids) - 1 for ids, _ in documents]
+        targets = list(map(_count_targets, documents))
         needed = sum(targets)
         fix = f"--data.sequence {needed}, or --chat.longer drop or truncate"
         if len(targets) == 1:
@@ -349,6 +349,12 @@ class _Texts:
             kept[index] = (ids[: targets + 1], mask[: targets + 1])
             left -= targets
         return kept
+
+
+def _count_targets(document: _Document) -> int:
+    """Return the number of tokens after the first one."""
+    ids, _ = document
+    return len(ids) - 1
 
 
 def trained_tokens(

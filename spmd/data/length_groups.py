@@ -88,7 +88,9 @@ class LengthGroups(BatchOrder):
     def __str__(self) -> str:
         named = ", ".join(f"{length:,}" for length in self.lengths)
         batches = self._epoch(0)
-        held = sum(length * self._batch for length, _ in batches)
+        held = 0
+        for length, _ in batches:
+            held += length * self._batch
         whole = self._count * self._batch * self._rows.sequence
         used = int(self._own.sum())
         return (
@@ -144,4 +146,7 @@ class LengthGroups(BatchOrder):
             filled = np.full(self._batch, _EMPTY)
             filled[: len(left)] = left
             batches.append((self.lengths[-1], filled))
-        return [batches[index] for index in random.permutation(len(batches))]
+        shuffled_batches = []
+        for index in random.permutation(len(batches)):
+            shuffled_batches.append(batches[index])
+        return shuffled_batches

@@ -48,7 +48,10 @@ def read_pair(
     """
     if not isinstance(line, dict):
         raise BadConversationError("the line is not an object")
-    missing = [f'no "{side}" answer' for side in SIDES if line.get(side) is None]
+    missing = []
+    for side in SIDES:
+        if line.get(side) is None:
+            missing.append(f'no "{side}" answer')
     if missing:
         raise BadConversationError(" and ".join(missing) + f"; it has {', '.join(line)}")
     problems: list[str] = []
@@ -59,7 +62,9 @@ def read_pair(
         answers.append(read_messages(listed, f"{side} message", roles, problems))
     if problems:
         raise BadConversationError("; ".join(problems))
-    conversations = [_with_system(line, _joined(prompt, answer)) for answer in answers]
+    conversations = []
+    for answer in answers:
+        conversations.append(_with_system(line, _joined(prompt, answer)))
     shared = _shared_messages(*conversations)
     _check_prompt(conversations[0][:shared])
     tools = line.get("tools")
@@ -77,7 +82,10 @@ def _prompt_of(line: Mapping[str, Any]) -> list[Any]:
     """
     if isinstance(line.get("prompt"), list) and line["prompt"]:
         return list(line["prompt"])
-    texts = [line[name] for name in _PROMPT_TEXTS if line.get(name) not in (None, [], "")]
+    texts = []
+    for name in _PROMPT_TEXTS:
+        if line.get(name) not in (None, [], ""):
+            texts.append(line[name])
     if texts:
         return _messages_of_texts(texts)
     for name in _PROMPT_MESSAGES:
@@ -181,5 +189,5 @@ def _check_answer(messages: Sequence[Mapping[str, Any]], side: str) -> None:
         raise BadConversationError(f'"{side}" has no message of the assistant')
     if all(map(is_turned_off, said)):
         raise BadConversationError(f'every message of "{side}" is marked not to be trained')
-    if not {weight_of(message) for message in said} <= {0.0, 1.0}:
+    if not set(map(weight_of, said)) <= {0.0, 1.0}:
         raise BadConversationError(f'"{side}" has a weight other than 0 and 1, and pairs have none')
