@@ -236,7 +236,7 @@ def test_a_file_that_changes_is_named(
 ) -> None:
     """Before its block is tokenized: an error in the loop that names the file; afterwards it is not read again."""
     del change
-    streamed, later = text(), text()
+    streamed, later = text(threads=0), text(threads=0)  # no thread writes while files are removed
     whole = Streamed(streamed, 0).read(np.arange(100))["tokens"]
     path = folder / name
     path.write_text(path.read_text().replace("document", "DOCUMENT"))
