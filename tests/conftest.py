@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tests import durations
 from tests.programs import FAST_TO_COMPILE, forget_programs
+from tests.tiers import LONG_ROWS
 
 TESTS = Path(__file__).parent
 
@@ -102,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in BY_FOLDER:
             item.add_marker(folder)
+        if item.nodeid in LONG_ROWS:
+            item.add_marker("soak")
     yield
     spent = durations.by_file(durations.read())
     items.sort(key=lambda item: -spent.get(item.nodeid.partition("::")[0], 0.0))

@@ -315,8 +315,10 @@ def _batch_bytes(plan: ShardingPlan, batch: Any, inputs: Sequence[TracedValue]) 
     sizes = {"batch": 0, "whole": 0}
     splits = plan.rules.batch_table.arrays(batch).values()
     for value, split in zip(inputs, splits, strict=True):
-        category = "whole" if split.examples is None else "batch"
-        sizes[category] += value.bytes(axes)
+        if split.examples is None:
+            sizes["whole"] += value.bytes(axes)
+        else:
+            sizes["batch"] += value.bytes(axes)
     return sizes
 
 

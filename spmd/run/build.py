@@ -486,12 +486,15 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
     defers_reduction = "data" in config.defer_grad_reduction
     skips_nan = config.on_nan == "skip"
     skips_spike = config.recovery.on_spike == "skip"
-    varies = bool(config.data.batch_ramp) or config.data.packing == "grouped"
-    if varies:
-        what = "has batches of several shapes, and microbatches in flight have one"
-        field = "data.batch_ramp" if config.data.batch_ramp else "data.packing"
-        fix = 'a --data.batch alone and another packing, or pipeline.schedule="1f1b"'
-        problems.append(Problem(field, what, fix=fix))
+    shapes = {
+        "data.batch_ramp": bool(config.data.batch_ramp),
+        "data.packing": config.data.packing == "grouped",
+    }
+    for field, varies in shapes.items():
+        if varies:
+            what = "has batches of several shapes, and microbatches in flight have one"
+            fix = 'a --data.batch alone and another packing, or pipeline.schedule="1f1b"'
+            problems.append(Problem(field, what, fix=fix))
     no_end = "a batch does not end"
     no_skip = "a step cannot be skipped"
     other = 'pipeline.schedule="1f1b"'

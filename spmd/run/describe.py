@@ -144,7 +144,9 @@ def teacher_line(setup: TrainSetup) -> str:
     count = tree.size(setup.teacher.abstract_params)
     held = sum(entry.bytes_per_device for entry in setup.teacher.params)
     of_loss = setup.config.distillation
-    way = "reverse divergence" if of_loss.reverse else "divergence"
+    way = "divergence"
+    if of_loss.reverse:
+        way = "reverse divergence"
     return (
         f"\nteacher {setup.config.teacher}: {count:,} frozen parameters, "
         f"{human_bytes(held)} on each device; {way} at the temperature {of_loss.temperature:g} "

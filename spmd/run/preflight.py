@@ -18,7 +18,9 @@ def check_microbatches(setup: TrainSetup) -> None:
     sharding = setup.plan.batch_sharding("tokens")
     for rows in {*data.batch_sizes.distinct(0, config.steps), data.batch}:
         parts = microbatches_of(config, setup.schedule, rows)
-        name = "batch" if rows == data.batch else "data.batch_ramp"
+        name = "batch"
+        if rows != data.batch:
+            name = "data.batch_ramp"
         check_batch_size(rows, data.sequence, sharding, parts, name)
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests import durations
 from tests.conftest import tier_of
 from tests.programs import ROOT
+from tests.tiers import LONG_ROWS, long_row_problems
 
 
 def test_every_test_is_recorded_and_all_fit(request: pytest.FixtureRequest) -> None:
@@ -18,6 +19,15 @@ def test_every_test_is_recorded_and_all_fit(request: pytest.FixtureRequest) -> N
     ]
     assert not durations.problems(durations.read(), here)
     assert all((ROOT / file).exists() for file in durations.by_file(durations.read()))
+
+
+def test_long_rows_have_another_row_for_every_change() -> None:
+    """The control is a list with a row whose test has no other one."""
+    recorded = durations.read()
+    assert LONG_ROWS
+    assert not LONG_ROWS & recorded.keys()
+    assert long_row_problems(LONG_ROWS, recorded) == []
+    assert len(long_row_problems([*LONG_ROWS, "a.py::one[x]"], recorded)) == 1
 
 
 def test_control_a_slow_suite_and_a_new_test_are_refused(tmp_path: Path) -> None:
