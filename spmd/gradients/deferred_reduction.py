@@ -209,7 +209,7 @@ class _Region:
 
         `pipe` is one of them for a parameter that all stages of a pipeline use.
         """
-        is_staged = path not in self.placements or "pipe" in self.placements[path].leading
+        is_staged = path not in self.placements or self.placements[path].is_staged
         if is_staged:
             return self.over
         return (*self.stages, *self.over)

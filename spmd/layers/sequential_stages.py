@@ -27,10 +27,14 @@ Run = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 @contextlib.contextmanager
 def sequential_stages() -> Iterator[None]:
-    """Run layers inside stage by stage, if the plan in scope splits them over `pipe`."""
+    """Run layers inside stage by stage, if the plan in scope splits them over `pipe`.
+
+    Layers that `pipe` does not divide are gathered over it one by one, as over `fsdp`.
+    """
     mesh = current().mesh
+    is_even = all(stack.is_even for stack in current().stacks.values())
     stages = None
-    if mesh is not None and mesh.shape["pipe"] > 1:
+    if mesh is not None and mesh.shape["pipe"] > 1 and is_even:
         stages = functools.partial(_run_stages, mesh)
     with override(run_stages=stages):
         yield

@@ -30,6 +30,7 @@ from spmd.pipeline.executor import Carry as TickCarry
 from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages
 from spmd.pipeline.interleave import AXIS
+from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
@@ -58,14 +59,14 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
         flight = states[InFlight.name]
         data = {"batch": batch, "key": jax.random.key_data(key)}
 
-        def split(params: Any, data: Any) -> tuple[Any, Any, Any]:
+        def arrays_of(params: Any, data: Any) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
             targets = grad_targets(params)
             return _partition(loss_fn, table, targets, carry.variables, data["batch"], key)
 
-        layers, *others = split(params, data)
-        layers_before, *others_before = split(flight["params"], flight["data"])
-        local = functools.partial(_run_batch, loss_fn=loss_fn, table=table)
+        split, (layers, *others) = arrays_of(params, data)
+        _, (layers_before, *others_before) = arrays_of(flight["params"], flight["data"])
+        local = functools.partial(_run_batch, loss_fn=loss_fn, table=table, split=split)
         out_specs = P(AXIS), P(AXIS), P(), P(AXIS)
         staged = layers, layers_before, flight["stages"]
         d_layers, d_shared, sums, stages = shard_over_stages(
@@ -80,7 +81,7 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
 
 def _partition(
     loss_fn: LossFn, table: TickTable, params: Any, variables: Any, batch: Any, key: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
     """Split arrays as `partition` does, with one chunk on each stage.
 
     Raises:
@@ -94,7 +95,7 @@ def _partition(
         problems.append(Problem(path, what, fix="a schedule with a flush, such as 1f1b"))
     if problems:
         raise ConfigError(TITLE, problems)
-    return partition(
+    split, arrays = partition(
         loss_fn,
         params,
         variables,
@@ -104,9 +105,17 @@ def _partition(
         chunks=1,
         microbatches=table.microbatches,
     )
+    if not split.is_even:
+        what = "do not divide into stages, and weights of the batch before are stored by stages"
+        detail = f"{split.layers} / (pipe={split.stages})"
+        fix = f"a multiple of {split.stages}, or a schedule with a flush, such as 1f1b"
+        raise ConfigError(TITLE, [Problem("layers", what, detail, fix)])
+    return split, arrays
 
 
-def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: TickTable) -> Any:
+def _run_batch(
+    layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: TickTable, split: LayerSplit
+) -> Any:
     """Run the ticks of one batch on one stage."""
     (layers, frozen), (layers_before, _), saved = layers
     (shared, others), microbatches = now
@@ -115,7 +124,7 @@ def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: Ti
     chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), *versions)  # [version, …]
     parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), microbatches, microbatches_before)
     frozen = _with_dim(frozen)  # [chunk, layer, …] of the only chunk
-    model = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
+    model = StageModel(loss_fn, parts, layers, split, (frozen, others))
     tasks, empty = first_carry(model, chunks, shared, table)
     carry = _restore_carry(empty, saved)
     carry = run_ticks(model, tasks, chunks, shared, jnp.float32(1), table, carry)
@@ -261,14 +270,14 @@ class InFlight(GradTransform):
         def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:
             with use_plan(plan):
                 targets = grad_targets(params)
-                arrays = _partition(loss_fn, table, targets, variables, batch, key)
+                split, arrays = _partition(loss_fn, table, targets, variables, batch, key)
                 (layers, frozen), (shared, others), parts = arrays
                 layers, frozen = jax.tree.map(
                     lambda w: w[: w.shape[0] // table.stages], (layers, frozen)
                 )
                 chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))
                 frozen = _with_dim(frozen)
-                stage = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
+                stage = StageModel(loss_fn, parts, layers, split, (frozen, others))
                 _, carry = first_carry(stage, chunks, shared, table)
                 return _save_carry(carry, table)
 

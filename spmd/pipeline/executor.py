@@ -14,7 +14,7 @@ forward task computes            └──▶ accumulated into the stage's gradi
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.gradients.losses import Sums
+from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
 from spmd.pipeline.stage_layers import Microbatch, RecomputedLayers, SavedLayers, StageLayers
@@ -257,21 +258,6 @@ class _Stage:
 
         is_first = (rows["backward"][0] >= 0) & (rows["backward_chunk"][0] == 0)
         return cond(is_first, embedding_backward, lambda d_shared: d_shared, d_shared)
-
-
-def cond(
-    predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
-) -> Any:
-    """Apply `jax.lax.cond` in a scope of the branch's name, with barriers.
-
-    Without barriers, XLA refuses branches with different shardings.
-    """
-
-    def barrier(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
-
-    with jax.named_scope(f"pipeline_{yes.__name__}"):
-        return jax.lax.cond(predicate, barrier(yes), barrier(no), *operands)
 
 
 def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:

@@ -19,8 +19,10 @@ from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, enter_all
-from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
-from spmd.pipeline.interleave import AXIS, interleave
+from spmd.pipeline.branches import cond
+from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
+from spmd.pipeline.interleave import AXIS
+from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
@@ -53,11 +55,13 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         first = first_microbatch(batch, table.microbatches)
         _check_loss(loss, params, own, first, key, per_microbatch=per_microbatch)
         counts = table.stages, table.chunks, table.microbatches
-        arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
+        split, arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
         scale = enter_all(current().transforms, carry).scaled(jnp.float32(1))
-        local = functools.partial(_backward, loss_fn=loss_fn, table=table)
+        local = functools.partial(_backward, loss_fn=loss_fn, table=table, split=split)
         out_specs = P(AXIS), P(AXIS), P()
         d_layers, d_shared, sums = shard_over_stages(local, out_specs, *arrays, scale)
+        if not split.is_even:
+            d_layers = split.from_stages(d_layers)
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
         return gradients, sums, carry
 
@@ -91,10 +95,8 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """Return a loss function for evaluation: microbatches pass through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        arrays = partition(loss_fn, params, variables, batch, key, stages, 1, microbatches)
-        local = functools.partial(
-            _forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches
-        )
+        split, arrays = partition(loss_fn, params, variables, batch, key, stages, 1, microbatches)
+        local = functools.partial(_forward, loss_fn=loss_fn, split=split, microbatches=microbatches)
         return shard_over_stages(local, P(), *arrays), variables
 
     return pipelined_loss
@@ -109,30 +111,37 @@ def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *s
 
 
 def _backward(
-    layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable
+    layers: Any,
+    shared: Any,
+    parts: Any,
+    scale: jax.Array,
+    *,
+    loss_fn: LossFn,
+    table: TickTable,
+    split: LayerSplit,
 ) -> Any:
     """Return one stage's gradients, `[1, …]` of shared parameters, and the sums of all stages."""
-    chunks, frozen = interleave(layers, table.stages, table.chunks)
+    chunks, frozen = split.in_chunks(layers)
     params, others = shared
     first = jax.tree.map(lambda w: w[0], chunks)
-    model = StageModel(loss_fn, parts, first, table.stages, (frozen, others), table.chunks)
+    model = StageModel(loss_fn, parts, first, split, (frozen, others))
     params = jax.tree.map(lambda w: w[None], params)  # [version, …] of the only version
     tasks, carry = first_carry(model, chunks, params, table)
     carry = run_ticks(model, tasks, chunks, params, scale, table, carry)
     d_chunks, d_shared, sums = carry["totals"]
     sums = sum_of_stages(jax.tree.map(lambda x: x[0], sums))
-    d_layers = interleave(d_chunks, table.stages, table.chunks, back=True)
-    return d_layers, d_shared, sums
+    return split.joined(d_chunks), d_shared, sums
 
 
 def _forward(
-    layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int
+    layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, split: LayerSplit, microbatches: int
 ) -> Sums:
     """Return the sums over all stages: stage *s* runs microbatch *t* - *s* in tick *t*."""
+    stages = split.stages
     stage = jax.lax.axis_index(AXIS)
     (layers, frozen), (shared, others) = layers, shared
     frozen = jax.tree.map(lambda w: w[None], frozen)  # [chunk, layer, …] of the only chunk
-    model = StageModel(loss_fn, parts, layers, stages, (frozen, others))
+    model = StageModel(loss_fn, parts, layers, split, (frozen, others))
     stream_shape, sums_shape = model.shapes(jax.tree.map(lambda w: w[None], shared))
     empty = zeros(stream_shape)
     no_sums = zeros(sums_shape)

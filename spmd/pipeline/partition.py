@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from spmd import tree
@@ -25,10 +24,13 @@ from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.jaxpr.dependence import needed_inputs
 from spmd.layers.lm_head import lazy_logits
 from spmd.model_interface.model import LayeredModel, Model, as_outputs
+from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
+from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.shared_params import gather_over_stages
 from spmd.plan.context import current
 from spmd.plan.partition_safe import partition_safe
+from spmd.sharding.layer_paths import is_staged, own_stacks
 
 TITLE = "This model cannot be pipelined:"
 
@@ -105,22 +107,16 @@ class StageModel:
     Attributes:
         microbatches: The microbatches, and a key for each.
         some_layers: Any chunk of layers, `[layer, …]`: a placeholder where layers are not used.
+        split: The layers of each stage.
         frozen: The variables of the layers, `[chunk, layer, …]`, and all others; the forward pass
             changes none.
-        chunks: Chunks of layers of each stage.
     """
 
     loss_fn: LossFn
     microbatches: Any
     some_layers: Any
-    stages: int
+    split: LayerSplit
     frozen: tuple[Any, Any]
-    chunks: int = 1
-
-    @property
-    def size(self) -> int:
-        """Layers of a chunk."""
-        return jax.tree.leaves(self.some_layers)[0].shape[0]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
         """Return the abstract stream and sums for parameters `[version, …]`.
@@ -159,19 +155,50 @@ class StageModel:
                 params, variables, key, *inputs, train=loss.train, **keywords
             )
 
-        arrays = self._arrays(self.some_layers, shared, 0)
+        arrays = self._some_arrays(shared)
         batch, key = read_microbatch(self.microbatches, i)
         x, context = partition_safe(embed)(*arrays, batch, key)
         apply = functools.partial(layered.apply_layers, train=loss.train)
         _, values = jax.eval_shape(apply, *arrays, x, context)
-        count = self.stages * self.chunks * self.size
-        all_values = jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)
+
+        def of_all_layers(v: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((self.split.layers, *v.shape[1:]), v.dtype)
+
+        all_values = jax.tree.map(of_all_layers, values)
         return Stream(x, all_values)
 
     def run_layers(
         self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0
     ) -> Stream:
         """Return the stream after the layers of one of this stage's chunks."""
+        split = self.split
+        number = chunk * split.stages + jax.lax.axis_index(AXIS)
+        first = jnp.asarray(split.firsts)[number]
+        frozen, _ = self.frozen
+        own = layers, select_chunk(frozen, chunk)
+
+        def run_rows(stream: Stream, start: int, end: int) -> Stream:
+            rows = jax.tree.map(lambda w: w[start:end], own)
+            return self._run_rows(rows, shared, stream, i, first + start)
+
+        stream = run_rows(stream, 0, split.least)
+        for row in range(split.least, split.most):
+
+            def more_layers(stream: Stream, row: int = row) -> Stream:
+                return run_rows(stream, row, row + 1)
+
+            has_row = jnp.asarray(split.counts)[number] > row
+            stream = cond(has_row, more_layers, lambda stream: stream, stream)
+        return stream
+
+    def _run_rows(
+        self, rows: tuple[Any, Any], shared: Any, stream: Stream, i: jax.Array, first: jax.Array
+    ) -> Stream:
+        """Return the stream after some layers, of parameters and variables `[layer, …]`.
+
+        Args:
+            first: The number of the first of these layers in the model.
+        """
         loss, layered = in_parts(self.loss_fn)
 
         def apply(
@@ -183,11 +210,9 @@ class StageModel:
             )
             return layered.apply_layers(params, variables, x, context, train=loss.train)
 
-        arrays = self._arrays(layers, shared, chunk)
+        arrays = self._arrays(rows, shared)
         batch, key = read_microbatch(self.microbatches, i)
         x, values = partition_safe(apply)(*arrays, batch, key, stream.x)
-        virtual_stage = chunk * self.stages + jax.lax.axis_index(AXIS)
-        first = virtual_stage * self.size
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         return Stream(x, jax.tree.map(put, stream.values, values))
 
@@ -209,17 +234,21 @@ class StageModel:
                 )
                 return loss.sums(as_outputs(outputs), batch)
 
-        arrays = self._arrays(self.some_layers, shared, 0)
+        arrays = self._some_arrays(shared)
         batch, key = read_microbatch(self.microbatches, i)
         sums = partition_safe(finish)(*arrays, batch, key, stream)
         return sums["loss"], sums
 
-    def _arrays(self, layers: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:
-        """Return the parameters and the variables of a model with one chunk of layers."""
-        frozen, others = self.frozen
-        params = tree.merge(layers, shared)
-        variables = tree.merge(select_chunk(frozen, chunk), others)
-        return params, variables
+    def _some_arrays(self, shared: Any) -> tuple[Any, Any]:
+        """Return the parameters and the variables of a model with any chunk of layers."""
+        frozen, _ = self.frozen
+        return self._arrays((self.some_layers, select_chunk(frozen, 0)), shared)
+
+    def _arrays(self, layers: tuple[Any, Any], shared: Any) -> tuple[Any, Any]:
+        """Return the parameters and the variables of a model with these layers."""
+        own_params, own_variables = layers
+        _, others = self.frozen
+        return tree.merge(own_params, shared), tree.merge(own_variables, others)
 
 
 def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
@@ -246,8 +275,8 @@ def partition(
     stages: int,
     chunks: int,
     microbatches: int,
-) -> tuple[Any, Any, Any]:
-    """Split arrays into layers, all others, and microbatches with keys.
+) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
+    """Split arrays into layers on their stages, all others, and microbatches with keys.
 
     The first two are pairs: parameters, and variables that the forward pass does not change.
 
@@ -264,10 +293,15 @@ def partition(
     ]
     if problems:
         raise ConfigError(TITLE, problems)
+    (count,) = _counts_of_layers(layers, stages)
+    split = LayerSplit.of(count, stages, chunks)
+    of_stages = layers, frozen_layers
+    if not split.is_even:
+        of_stages = split.to_stages(layers), split.to_stages(frozen_layers)
     batches = _stack_microbatches(loss.prepare(batch), microbatches)
     keys = jax.random.split(key, microbatches)
     others = gather_over_stages(shared), gather_over_stages(frozen_others)
-    return (layers, frozen_layers), others, (batches, keys)
+    return split, (of_stages, others, (batches, keys))
 
 
 def _split_layers(arrays: Any) -> tuple[Any, Any]:
@@ -276,8 +310,8 @@ def _split_layers(arrays: Any) -> tuple[Any, Any]:
 
     def is_layer(path: str) -> bool:
         if path in context.placements:
-            return context.placements[path].leading[:1] == (AXIS,)
-        return context.variables.get(path, P())[:1] == (AXIS,)
+            return context.placements[path].is_staged
+        return is_staged(own_stacks(path, context.stacks))
 
     layers = tree.select(arrays, is_layer)
     others = tree.select(arrays, lambda path: not is_layer(path))
@@ -303,10 +337,7 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
 
 def _stack_problems(layers: Any, stages: int, chunks: int) -> Iterator[Problem]:
     """Yield the problems of the number of layers."""
-    parts = 1
-    if AXIS in get_abstract_mesh().manual_axes:  # there, the layers are those of one stage
-        parts = stages
-    counts = sorted({parts * leaf.shape[0] for leaf in jax.tree.leaves(layers)})
+    counts = _counts_of_layers(layers, stages)
     if not counts:
         fix = 'stack the layers, and name the stack in the rule table: stacked={"layers": "pipe"}'
         yield Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix)
@@ -318,10 +349,28 @@ def _stack_problems(layers: Any, stages: int, chunks: int) -> Iterator[Problem]:
         product += f" × {chunks} chunks"
     virtual_stages = stages * chunks
     for count in counts:
-        if count % virtual_stages:
-            detail = f"{count} / ({product}) = {count / virtual_stages:.4g}"
-            fix = f"a multiple of {virtual_stages}"
-            yield Problem("layers", "do not divide into stages", detail, fix)
+        detail = f"{count} / ({product}) = {count / virtual_stages:.4g}"
+        fix = f"a multiple of {virtual_stages}"
+        if count < virtual_stages:
+            yield Problem("layers", "are fewer than stages", detail, fix)
+        elif count % virtual_stages and count % stages == 0:
+            what = "divide into stages, and not into their chunks"
+            yield Problem("layers", what, detail, f"{fix}, or other chunks")
+
+
+def _counts_of_layers(layers: Any, stages: int) -> list[int]:
+    """Return the numbers of layers of all stacks, each once.
+
+    In a region manual over `pipe`, a device has those of its stage alone, where they divide.
+    """
+    is_manual = AXIS in get_abstract_mesh().manual_axes
+    counts = set[int]()
+    for path, leaf in tree.flatten(layers).items():
+        count = leaf.shape[0]
+        if is_manual and own_stacks(path, current().stacks)[0].is_even:
+            count *= stages
+        counts.add(count)
+    return sorted(counts)
 
 
 def _path_problems(shared: Any, variables: Any, model: Model) -> Iterator[Problem]:

@@ -95,7 +95,8 @@ class TickTable:
     def taken(self) -> dict[str, Fraction]:
         """Share of ticks with a branch taken by the busiest stage, by the scope of the branch.
 
-        The share of `from_loss` is of backward tasks.
+        The share of `from_loss` is of backward tasks, that of `more_layers` of tasks of the stages
+        with the most layers.
         """
         return self._shares(lambda tasks: int(tasks.sum(axis=0).max()))
 
@@ -117,6 +118,7 @@ class TickTable:
         for name, tasks in branches.items():
             shares[name] = Fraction(count(tasks), self.ticks)
         shares["pipeline_from_loss"] = Fraction(1, self.chunks)
+        shares["pipeline_more_layers"] = Fraction(1)
         return shares
 
     def time(self, forward: float, backward: float) -> float:

@@ -25,6 +25,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.precision import Precision
 from spmd.sharding.batch import BatchTable
+from spmd.sharding.layer_paths import Stack
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.rules import Rules, audit_spec, spec_text
@@ -44,6 +45,7 @@ class TraceContext:
         variables: Variable path → its spec; of a parameter in another form, that of its codes.
         activations: Activation name → spec.
         logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
+        stacks: The stacks of layers by path component.
         batch: The split of the arrays of a batch.
         activation_clips: Activation → the largest norm of a token's gradient.
         transforms: The transforms of the gradient.
@@ -67,6 +69,7 @@ class TraceContext:
     activations: Mapping[str, P] = FrozenDict()
     activation_clips: Mapping[str, float] = FrozenDict()
     logical: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stacks: Mapping[str, Stack] = FrozenDict()
     batch: BatchTable = _EXAMPLES_FIRST
     transforms: tuple[GradTransform, ...] = ()
     storage: Storage = ON_DEVICES
@@ -106,6 +109,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         activations=FrozenDict(plan.rules.activations),
         activation_clips=plan.activation_clips,
         logical=plan.rules.logical_rows,
+        stacks=FrozenDict(plan.rules.stacks),
         batch=plan.rules.batch_table,
         transforms=plan.transforms,
         storage=plan.storage,

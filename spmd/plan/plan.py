@@ -46,6 +46,7 @@ from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec
 from spmd.sharding.rules import Match, Rules
+from spmd.sharding.uneven_stages import with_uneven_stages
 
 TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
 """The tables of entries in a plan."""
@@ -404,10 +405,13 @@ def make_plan(
         optimizer = wrap_optimizer_for_precision(optimizer, precision)
         params = _cast(made, precision.params_dtype)
         info = model.info()
+        weights, variables = tree.flatten(params), tree.flatten(made_variables)
+        shapes = {path: x.shape for path, x in {**weights, **variables}.items()}
+        recorded = rules.with_recorded(info.stacks)
         inputs = _Inputs(
             mesh=mesh,
             slices=slices,
-            rules=rules.with_recorded(info.stacks),
+            rules=with_uneven_stages(recorded, shapes, mesh.shape),
             zero=zero,
             remat=remat,
             precision=precision,
@@ -423,8 +427,8 @@ def make_plan(
             evaluation_params=evaluation_params,
             made=made,
             params=params,
-            weights=tree.flatten(params),
-            variables=tree.flatten(made_variables),
+            weights=weights,
+            variables=variables,
         )
         return _resolve_plan(inputs, transforms, errors)
 

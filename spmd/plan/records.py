@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from spmd.settings.quantize import QuantizationRecipe
-from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
+from spmd.sharding.layer_paths import Stack, insert_stacked, is_staged, stored_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
 from spmd.sharding.param_comm import PLAIN, ParamComm
@@ -46,7 +46,12 @@ class ParamPlacement:
     @property
     def leading(self) -> tuple[str | None, ...]:
         """The entries of the stacked dimensions."""
-        return tuple(stack.axis for stack in self.stacks)
+        return tuple(stack.stored_axis for stack in self.stacks)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether each stage of a pipeline computes with its own layers of the outermost stack."""
+        return is_staged(self.stacks)
 
     def shards(self, dim: int) -> int:
         """Return the number of parts of a dimension in a matmul."""

@@ -37,7 +37,13 @@ from spmd.settings.quantize import RECIPES, QuantizationRecipe, parse_table, tab
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of, stacked_text
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes, without_host_memory
-from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_gathered, optimizer_specs
+from spmd.sharding.optimizer_state import (
+    ZERO_KEEPS,
+    DerivedSpec,
+    drop_axis,
+    drop_gathered,
+    optimizer_specs,
+)
 from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate, spec_text
 
@@ -284,11 +290,14 @@ def resolve_placement(
     spec = match.requested
     if isinstance(spec, Replicate):
         spec = P()
-    used = drop_gathered(spec)
+    gathered = drop_gathered(spec)
     kept = []
     for table in ("params", "gradients"):
-        kept.append(spec if table in ZERO_KEEPS[zero] else used)
+        kept.append(spec if table in ZERO_KEEPS[zero] else gathered)
     stored, gradient = kept
+    used = gathered
+    if not all(stack.is_even for stack in stacks):
+        used = drop_axis(gathered, "pipe")
     return ParamPlacement(mesh, stored, used, gradient, stacks, on_host, scope=scope)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.sharding.mesh import entry_axes, shards_of
+from spmd.sharding.mesh import as_entry, entry_axes, shards_of
 
 Dims = Sequence[tuple[str, ...]]
 """Mesh axes of each dimension."""
@@ -53,3 +53,16 @@ def is_prefix(dims: Dims, more: Dims) -> bool:
     Shards of a shard are then contiguous.
     """
     return all(axes[: len(first)] == tuple(first) for first, axes in zip(dims, more, strict=True))
+
+
+def with_axis(spec: P, dim: int, axis: str) -> P:
+    """Return the spec with one more axis of a dimension, after those that split it.
+
+    Example:
+        >>> with_axis(P("fsdp"), 0, "pipe"), with_axis(P("fsdp"), 1, "pipe")
+        (PartitionSpec(('fsdp', 'pipe'),), PartitionSpec('fsdp', 'pipe'))
+    """
+    entries = list(spec)
+    entries += [None] * (dim + 1 - len(entries))
+    entries[dim] = as_entry((*entry_axes(entries[dim]), axis))
+    return P(*entries)

@@ -19,6 +19,9 @@ class Stack:
     Args:
         axis: The mesh axis that splits the dimension, or None for whole.
         dim: The index of the added dimension: that of `nn.scan(variable_axes={"params": dim})`.
+        is_even: Whether the axis splits this dimension where arrays are stored. Stages of unequal
+            numbers of layers are stored split along another one
+            (`spmd.sharding.uneven_stages`).
 
     Example:
         An array (b, c) is (b, inner, c) in the inner stack, then (outer, b, inner, c):
@@ -29,6 +32,14 @@ class Stack:
 
     axis: str | None = None
     dim: int = 0
+    is_even: bool = True
+
+    @property
+    def stored_axis(self) -> str | None:
+        """The axis that splits this dimension of an array as stored."""
+        if self.is_even:
+            return self.axis
+        return None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or self.dim < 0:
@@ -103,6 +114,11 @@ def own_stacks(path: str, stacks: Mapping[str, Stack]) -> tuple[Stack, ...]:
     for _, name in _find_stacked(path, stacks):
         own.append(stacks[name])
     return tuple(own)
+
+
+def is_staged(stacks: Sequence[Stack]) -> bool:
+    """Return whether each stage of a pipeline has its own layers of the outermost of some stacks."""
+    return any(stack.axis == "pipe" for stack in stacks[:1])
 
 
 def dims_of(path: str, stacks: Mapping[str, Stack]) -> tuple[int, ...]:
@@ -210,7 +226,7 @@ def undivided_stacks(
     problems = {}
     for path, shape in shapes.items():
         for stack, name, dim in _stacked_dims(path, stacks):
-            axis = stacks[name].axis
+            axis = stacks[name].stored_axis
             if axis is None or axis not in axes or dim >= len(shape):
                 continue
             size = shape[dim]
@@ -222,6 +238,29 @@ def undivided_stacks(
             fix = f"a multiple of {shards}, or another size of {axis}"
             problems[stack] = Problem(stack, what, detail, fix)
     return problems
+
+
+def uneven_stacks(
+    shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack], axis: str, parts: int
+) -> set[str]:
+    """Return the names of stacks over an axis with more layers than its parts, not a multiple.
+
+    Example:
+        >>> stacks = {"h": Stack("pipe")}
+        >>> uneven_stacks({"h/up": (3, 4)}, stacks, "pipe", 2)
+        {'h'}
+        >>> uneven_stacks({"h/up": (3, 4)}, stacks, "pipe", 4)
+        set()
+    """
+    names = set()
+    for path, shape in shapes.items():
+        for _, name, dim in _stacked_dims(path, stacks):
+            if stacks[name].axis != axis or dim >= len(shape):
+                continue
+            layers = shape[dim]
+            if layers > parts and layers % parts:
+                names.add(name)
+    return names
 
 
 def drop_stacks(

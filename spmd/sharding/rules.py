@@ -26,10 +26,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.batch import BatchTable, Whole
+from spmd.sharding.dims import with_axis
 from spmd.sharding.flax_metadata import LogicalRules, logical_rules
 from spmd.sharding.layer_paths import (
     Stack,
@@ -141,6 +143,8 @@ class Rules:
         logical: `(logical name, mesh axis or tuple or None)` pairs for constraints that a Flax
             model writes by names, such as `nn.with_logical_constraint`. As in Flax, the first
             whose axes are free applies.
+        over_stages: Path → the dimension of a layer that `pipe` splits too, because it does not
+            divide the layers. A plan fills it in (`spmd.sharding.uneven_stages`).
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -155,6 +159,7 @@ class Rules:
     stacked: Any = None
     batch: Sequence[tuple[str, P | Whole]] = ()
     logical: Sequence[tuple[str, Any]] = ()
+    over_stages: Mapping[str, int] = FrozenDict()
 
     def __repr__(self) -> str:
         parts = []
@@ -213,6 +218,9 @@ class Rules:
             reason = ""
             if isinstance(value, Replicate):
                 reason = value.reason
+            elif path in self.over_stages:
+                value = with_axis(value, self.over_stages[path], "pipe")
+                reason = "stages have unequal numbers of layers"
             return Match(index, pattern, value, self.stored_spec(path, value), reason)
         return None
 
@@ -267,7 +275,7 @@ class Rules:
             >>> rules.layer_path("layers/3/norm/scale"), rules.layer_path("layers/norm/scale")
             (('layers/norm/scale', ()), ('layers/norm/scale', ('pipe',)))
         """
-        axes = tuple(stack.axis for stack in own_stacks(path, self.stacks))
+        axes = tuple(stack.stored_axis for stack in own_stacks(path, self.stacks))
         return strip_layer_numbers(path, self.stacks), axes
 
     def _layer_paths(self, paths: Iterable[str]) -> dict[str, str]:
@@ -485,7 +493,7 @@ def _as_stacked_pairs(stacked: Any) -> tuple[tuple[str, Any], ...]:
     """Return hashable pairs of stacks: the axis alone for a stack along dimension 0."""
     pairs: list[tuple[str, Any]] = []
     for name, stack in read_stacked(stacked).items():
-        if stack.dim:
+        if stack.dim or not stack.is_even:
             pairs.append((name, stack))
         else:
             pairs.append((name, stack.axis))

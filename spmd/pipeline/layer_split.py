@@ -1,0 +1,198 @@
+"""The division of a model's layers among the stages of a pipeline.
+
+Stages with unequal numbers of layers have arrays of equal shape: those of the longest stage. The
+rows that a shorter stage lacks hold any layer, and nothing computes with them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
+
+from spmd import tree
+from spmd.pipeline.interleave import AXIS, interleave
+from spmd.plan.context import current
+from spmd.plan.manual import psum, shard_map_over
+from spmd.plan.scopes import comm_scope, in_scope
+from spmd.sharding.dims import Dims, dims_spec, extra_axes, spec_dims
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSplit:
+    """The layers of each virtual stage.
+
+    Attributes:
+        counts: Layers of each virtual stage, in the order of execution; the difference between any
+            two is at most 1.
+        stages: Stages. Virtual stage *v* is on stage *v* mod `stages`.
+    """
+
+    counts: tuple[int, ...]
+    stages: int
+
+    @classmethod
+    def of(cls, layers: int, stages: int, chunks: int) -> "LayerSplit":
+        """Divide layers as equally as possible.
+
+        The last virtual stages have one layer less: the last stage computes the head, too.
+
+        Example:
+            >>> LayerSplit.of(126, 8, 1).counts
+            (16, 16, 16, 16, 16, 16, 15, 15)
+        """
+        parts = stages * chunks
+        least, longer = divmod(layers, parts)
+        counts = [least + 1] * longer + [least] * (parts - longer)
+        return cls(tuple(counts), stages)
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of each stage."""
+        return len(self.counts) // self.stages
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return sum(self.counts)
+
+    @property
+    def least(self) -> int:
+        """Layers of the shortest virtual stage."""
+        return min(self.counts)
+
+    @property
+    def most(self) -> int:
+        """Layers of the longest virtual stage."""
+        return max(self.counts)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all virtual stages have as many layers."""
+        return self.least == self.most
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """The number of the first layer of each virtual stage."""
+        return np.cumsum((0, *self.counts[:-1]))
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """The layer in each row of the stages' arrays, `[stage, chunk, row]`; -1 for none."""
+        rows = np.full((self.stages, self.chunks, self.most), -1)
+        for number, (first, count) in enumerate(zip(self.firsts, self.counts, strict=True)):
+            chunk, stage = divmod(number, self.stages)
+            rows[stage, chunk, :count] = np.arange(first, first + count)
+        return rows
+
+    def to_stages(self, arrays: Any) -> Any:
+        """Move parameters or variables `[layer, …]` to `[stage · chunk · row, …]`, over `pipe`.
+
+        Each device sends its shard of other stages' layers, once.
+        """
+
+        def move(path: str, w: jax.Array) -> jax.Array:
+            dims, dim = _stored_dims(path, w.ndim, "param_spec")
+            staged = _on_stages(dims, dim)
+            return _moved(functools.partial(_to_stages, dim=dim, split=self), dims, staged)(w)
+
+        return tree.map_with_path(move, arrays)
+
+    def from_stages(self, gradients: Any) -> Any:
+        """Move gradients back, into their sharding in the plan."""
+
+        def move(path: str, d: jax.Array) -> jax.Array:
+            dims, dim = _stored_dims(path, d.ndim, "grad_spec")
+            staged = _on_stages(dims, dim)
+            return _moved(functools.partial(_from_stages, dim=dim, split=self), staged, dims)(d)
+
+        return tree.map_with_path(move, gradients)
+
+    def in_chunks(self, layers: Any) -> Any:
+        """Return a stage's part of `[stage · chunk · row, …]` as `[chunk, row, …]`.
+
+        Layers that divide are still where they are stored, and move.
+        """
+        if self.is_even:
+            return interleave(layers, self.stages, self.chunks)
+        return jax.tree.map(lambda w: w.reshape(self.chunks, -1, *w.shape[1:]), layers)
+
+    def joined(self, chunks: Any) -> Any:
+        """Return gradients `[chunk, row, …]` as the stage's part: the inverse of `in_chunks`."""
+        if self.is_even:
+            return interleave(chunks, self.stages, self.chunks, back=True)
+        return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), chunks)
+
+
+def _to_stages(w: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
+    """Return the rows of this stage, from all layers split over stages along a dimension."""
+    rows = np.maximum(split.rows, 0).reshape(split.stages, -1)
+    if dim is None:
+        return w[jnp.asarray(rows)[jax.lax.axis_index(AXIS)]]
+    return jax.lax.all_to_all(w[rows.reshape(-1)], AXIS, 0, dim, tiled=True)
+
+
+def _from_stages(d: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
+    """Return the gradient of all layers, from the rows of this stage."""
+    rows = split.rows.reshape(split.stages, -1)
+    if dim is None:
+        own = jnp.asarray(np.maximum(rows, 0))[jax.lax.axis_index(AXIS)]
+        whole = jnp.zeros((split.layers, *d.shape[1:]), d.dtype)
+        return psum(whole.at[own].add(d), (AXIS,))  # rows of no layer have a gradient of zeros
+    parts = jax.lax.all_to_all(d, AXIS, dim, 0, tiled=True)
+    places = np.argsort(rows.reshape(-1))[-split.layers :]
+    return parts[places]
+
+
+def _stored_dims(path: str, ndim: int, table: str) -> tuple[list[tuple[str, ...]], int | None]:
+    """Return the axes of each dimension of a stack as stored, and the dimension split over stages.
+
+    Args:
+        table: `param_spec` or `grad_spec`.
+    """
+    context = current()
+    if path in context.placements:
+        spec = getattr(context.placements[path].of_stack(), table)
+    else:
+        spec = context.variables.get(path, P())
+    assert context.mesh is not None, "a step is traced within its plan"
+    dims = spec_dims(spec, ndim, context.mesh.axis_names)
+    for dim, axes in enumerate(dims):
+        if AXIS in axes:
+            return dims, dim
+    return dims, None
+
+
+def _on_stages(dims: Sequence[tuple[str, ...]], dim: int | None) -> list[tuple[str, ...]]:
+    """Return the axes of each dimension of a stack on its stages."""
+    staged = list(dims)
+    if dim is not None:
+        staged[dim] = tuple(axis for axis in dims[dim] if axis != AXIS)
+    staged[0] = (AXIS,)
+    return staged
+
+
+def _moved(local: Callable[..., jax.Array], before: Dims, after: Dims) -> Callable[..., jax.Array]:
+    """Run a move in a region that is manual over the whole mesh.
+
+    Where some axes are manual already, arrays are shards over them.
+    """
+    mesh = current().mesh
+    assert mesh is not None, "a step is traced within its plan"
+    manual = get_abstract_mesh().manual_axes
+    specs = []
+    for dims in (before, after):
+        left = extra_axes(dims, [manual] * len(dims))
+        specs.append(dims_spec(left))
+    region = shard_map_over(mesh, mesh.axis_names, local, *specs)
+
+    def run(x: jax.Array) -> jax.Array:
+        with in_scope(comm_scope("pipeline, layers to their stages")):
+            return region(x)
+
+    return run
