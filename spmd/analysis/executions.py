@@ -7,6 +7,7 @@ from typing import NamedTuple
 from spmd.analysis.hlo import HloModule, Instruction
 from spmd.analysis.trip_count import trip_count
 from spmd.layers.expert_dispatch import EXTRA_PASSES
+from spmd.plan.scopes import branch_scope
 
 
 class Execution(NamedTuple):
@@ -54,7 +55,7 @@ def _execute(
         else:
             turns = trips
     elif instruction.opcode == "conditional":
-        share = taken.get(instruction.op_name.removesuffix("/cond").rpartition("/")[2])
+        share = taken.get(branch_scope(instruction.op_name))
         here = here._replace(is_conditional=here.is_conditional or share is None)
     elif instruction.opcode != "call":
         here = here._replace(is_part=True)

@@ -140,6 +140,7 @@ def _problems(
     for path, placement in placements.items():
         if placement.on_host:
             yield Problem(path, "is in host memory", fix=_FIX)
+    yield from _stage_problems(placements, over)
     if not additive and not isinstance(grad_fn, LossGradFn):
         yield Problem(
             "grad_fn",
@@ -147,6 +148,29 @@ def _problems(
             "examples",
             fix="spmd.value_and_grad(loss_fn), or defer_grad_reduction(…, additive=True)",
         )
+
+
+def _stage_problems(
+    placements: Mapping[str, ParamPlacement], over: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Yield a problem for uneven stages whose parameters the region would split in another order.
+
+    A region that is manual over `pipe`, and not over the axes before it in a dimension, takes
+    blocks of `pipe` that are split over those axes, and not the blocks as stored.
+    """
+    known = set[tuple[str, ...]]()
+    for path, placement in placements.items():
+        if placement.over_stages is None:
+            continue
+        own = spec_dims(placement.param_spec, placement.over_stages + 1, split_axes(placement.mesh))
+        beside = tuple(axis for axis in own[placement.over_stages] if axis not in over)
+        if not beside or beside in known:
+            continue
+        known.add(beside)
+        axes = "+".join(beside)
+        what = f"is stored over pipe and {axes}, as stages have unequal numbers of layers"
+        fix = f"an exchange over {axes} too, where there is one; or {_FIX}"
+        yield Problem(path, what, fix=fix)
 
 
 def _codec_problems(placements: Mapping[str, ParamPlacement]) -> Iterator[Problem]:

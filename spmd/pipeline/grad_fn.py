@@ -53,9 +53,13 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         own = carry.variables
         in_parts(loss_fn)
         first = first_microbatch(batch, table.microbatches)
-        _check_loss(loss, params, own, first, key, per_microbatch=per_microbatch)
         counts = table.stages, table.chunks, table.microbatches
         split, arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
+        checked, variables = params, own
+        if not split.is_even:  # in a region manual over `pipe`, only stages have whole layers
+            layers, frozen = arrays[0]
+            checked, variables = _replaced(params, layers), _replaced(own, frozen)
+        _check_loss(loss, checked, variables, first, key, per_microbatch=per_microbatch)
         scale = enter_all(current().transforms, carry).scaled(jnp.float32(1))
         local = functools.partial(_backward, loss_fn=loss_fn, table=table, split=split)
         out_specs = P(AXIS), P(AXIS), P()
@@ -83,6 +87,12 @@ def _check_loss(
     loss.check_mean(*given)
     if is_part or not per_microbatch or loss.has_values(*given):
         loss.check_additive(TITLE, *given, fix=_PER_MICROBATCH, statistics=is_part)
+
+
+def _replaced(arrays: Any, others: Any) -> Any:
+    """Return a tree with some arrays replaced by those at the same paths of another."""
+    found = tree.flatten(others)
+    return tree.map_with_path(lambda path, x: found.get(path, x), arrays)
 
 
 def merge_like(params: Any, layers: Any, shared: Any) -> Any:

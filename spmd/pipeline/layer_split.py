@@ -122,6 +122,19 @@ class LayerSplit:
             return interleave(layers, self.stages, self.chunks)
         return jax.tree.map(lambda w: w.reshape(self.chunks, -1, *w.shape[1:]), layers)
 
+    def in_parts(self, layers: Any) -> list[Any]:
+        """Return layers `[row, …]` in parts: those of all virtual stages, then one by one.
+
+        The gradient of the parts is their concatenation.
+        """
+        if self.is_even:
+            return [layers]
+        sizes = (self.least, *[1] * (self.most - self.least))
+        leaves, structure = jax.tree.flatten(layers)
+        split_leaves = [jax.lax.split(w, sizes) for w in leaves]
+        parts = zip(*split_leaves, strict=True)
+        return [jax.tree.unflatten(structure, part) for part in parts]
+
     def joined(self, chunks: Any) -> Any:
         """Return gradients `[chunk, row, …]` as the stage's part: the inverse of `in_chunks`."""
         if self.is_even:

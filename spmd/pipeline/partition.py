@@ -175,17 +175,12 @@ class StageModel:
         number = chunk * split.stages + jax.lax.axis_index(AXIS)
         first = jnp.asarray(split.firsts)[number]
         frozen, _ = self.frozen
-        own = layers, select_chunk(frozen, chunk)
+        parts = split.in_parts((layers, select_chunk(frozen, chunk)))
+        stream = self._run_rows(parts[0], shared, stream, i, first)
+        for row, rows in enumerate(parts[1:], split.least):
 
-        def run_rows(stream: Stream, start: int, end: int) -> Stream:
-            rows = jax.tree.map(lambda w: w[start:end], own)
-            return self._run_rows(rows, shared, stream, i, first + start)
-
-        stream = run_rows(stream, 0, split.least)
-        for row in range(split.least, split.most):
-
-            def more_layers(stream: Stream, row: int = row) -> Stream:
-                return run_rows(stream, row, row + 1)
+            def more_layers(stream: Stream, rows: Any = rows, row: int = row) -> Stream:
+                return self._run_rows(rows, shared, stream, i, first + row)
 
             has_row = jnp.asarray(split.counts)[number] > row
             stream = cond(has_row, more_layers, lambda stream: stream, stream)

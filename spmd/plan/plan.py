@@ -684,7 +684,13 @@ def _placement(
     stacks = own_stacks(path, rules.stacks)
     scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
     placed = resolve.resolve_placement(
-        inputs.mesh, match, stacks, inputs.zero, on_host=on_host, scope=scope
+        inputs.mesh,
+        match,
+        stacks,
+        inputs.zero,
+        over_stages=rules.over_stages.get(path),
+        on_host=on_host,
+        scope=scope,
     )
     in_module = info.frozen.get(path, path)
     comm = inputs.compress.param_comm(

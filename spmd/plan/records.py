@@ -1,12 +1,14 @@
 """Records of a plan: entries of the arrays of the training state, placements of parameters."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from spmd.settings.quantize import QuantizationRecipe
+from spmd.sharding.dims import with_axis
 from spmd.sharding.layer_paths import Stack, insert_stacked, is_staged, stored_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
@@ -25,6 +27,8 @@ class ParamPlacement:
             `sequence`.
         grad_spec: The spec of the reduced gradient, by the ZeRO stage.
         stacks: The stacks of the parameter, the outermost first.
+        over_stages: The dimension of a layer that is stored split over `pipe`, where the stack is
+            not (`spmd.sharding.uneven_stages`).
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering
             it again.
         scope: Name scope of the operations on the parameter (`spmd.plan.scopes`).
@@ -37,6 +41,7 @@ class ParamPlacement:
     compute_spec: P
     grad_spec: P
     stacks: tuple[Stack, ...] = ()
+    over_stages: int | None = None
     on_host: bool = False
     save_gathered: bool = True
     scope: str = ""
@@ -73,16 +78,24 @@ class ParamPlacement:
 
     def of_stack(self) -> "ParamPlacement":
         """Return the placement of the whole stack of layers."""
-        placed = self._with_dims(self.leading, stored_dims(self.stacks))
-        return dataclasses.replace(placed, stacks=())
+        placed = self
+        if self.over_stages is not None:
+            add = functools.partial(with_axis, dim=self.over_stages, axis="pipe")
+            placed = placed._with_specs(add)
+        placed = placed._with_dims(self.leading, stored_dims(self.stacks))
+        return dataclasses.replace(placed, stacks=(), over_stages=None)
 
     def _with_dims(self, entries: Sequence[str | None], dims: Sequence[int]) -> "ParamPlacement":
         """Insert entries into all specs, at dimensions of the array as stored."""
+        return self._with_specs(lambda spec: P(*insert_stacked(spec, entries, dims)))
+
+    def _with_specs(self, change: Callable[[P], P]) -> "ParamPlacement":
+        """Return the placement with each spec changed."""
         return dataclasses.replace(
             self,
-            param_spec=P(*insert_stacked(self.param_spec, entries, dims)),
-            compute_spec=P(*insert_stacked(self.compute_spec, entries, dims)),
-            grad_spec=P(*insert_stacked(self.grad_spec, entries, dims)),
+            param_spec=change(self.param_spec),
+            compute_spec=change(self.compute_spec),
+            grad_spec=change(self.grad_spec),
         )
 
 

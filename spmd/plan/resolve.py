@@ -284,21 +284,33 @@ def apply_zero(match: Match, table: str, zero: int) -> P:
 
 
 def resolve_placement(
-    mesh: AnyMesh, match: Match, stacks: tuple[Stack, ...], zero: int, *, on_host: bool, scope: str
+    mesh: AnyMesh,
+    match: Match,
+    stacks: tuple[Stack, ...],
+    zero: int,
+    *,
+    over_stages: int | None,
+    on_host: bool,
+    scope: str,
 ) -> ParamPlacement:
-    """Return the placement of one layer's parameter in these stacks."""
+    """Return the placement of one layer's parameter in these stacks.
+
+    Args:
+        over_stages: As in `Rules`.
+    """
     spec = match.requested
     if isinstance(spec, Replicate):
         spec = P()
-    gathered = drop_gathered(spec)
+    if over_stages is not None:
+        spec = drop_axis(spec, "pipe")
+    used = drop_gathered(spec)
     kept = []
     for table in ("params", "gradients"):
-        kept.append(spec if table in ZERO_KEEPS[zero] else gathered)
+        kept.append(spec if table in ZERO_KEEPS[zero] else used)
     stored, gradient = kept
-    used = gathered
-    if not all(stack.is_even for stack in stacks):
-        used = drop_axis(gathered, "pipe")
-    return ParamPlacement(mesh, stored, used, gradient, stacks, on_host, scope=scope)
+    return ParamPlacement(
+        mesh, stored, used, gradient, stacks, over_stages, on_host=on_host, scope=scope
+    )
 
 
 def resolve_recipes(

@@ -16,6 +16,7 @@ METRICS = "metrics"
 ATTENTION = "attend(plan)"
 """Scope of attention by the settings of a plan: a kernel, an algorithm over a split sequence."""
 
+_BRANCH = re.compile(r"(\w+)\)*/cond$")
 _COMM = re.compile(r"\bcomm\(([^()]+)\)")
 _FAULT = re.compile(r"\bxla_fault\(([^()]+)\)")
 _SCOPE = re.compile(r"\b(annotate|param)\(([^()]+)\)")
@@ -118,3 +119,16 @@ def read_scope(op_name: str) -> tuple[str, str]:
     if not found:
         return "", ""
     return found[-1]
+
+
+def branch_scope(op_name: str) -> str:
+    """Return the innermost scope around a `jax.lax.cond`; empty for another operation.
+
+    Example:
+        >>> branch_scope("jit(step)/transpose(jvp(more_layers))/cond")
+        'more_layers'
+    """
+    found = _BRANCH.search(op_name)
+    if found is None:
+        return ""
+    return found[1]

@@ -611,7 +611,7 @@ def _times_as_many(setup: TrainSetup, times: int, keep: Kept) -> dict[str, Any] 
 
 
 def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
-    """Yield the meshes of a machine; heads, layers and experts divide over their axes."""
+    """Yield the meshes of a machine; heads and experts divide over their axes, stages have layers."""
     model = config.model
     heads, kv_heads = heads_of(model)
     repeats = repeats_of(model)
@@ -626,7 +626,7 @@ def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshS
     sequences = [1]
     if config.data.sequence >= _LONG:
         sequences = [size for size in sizes if size <= _MOST_SEQUENCE]
-    pipes = [size for size in sizes if size <= _MOST_PIPE and repeats % size == 0]
+    pipes = [size for size in sizes if size <= min(_MOST_PIPE, repeats)]
     expert_sizes = [size for size in sizes if experts % size == 0]
     products = itertools.product(tensors, sequences, pipes, expert_sizes)
     for tensor, sequence, pipe, expert in products:

@@ -1,7 +1,8 @@
-"""Check that a model's layers divide into the stages of a pipeline, before anything is built.
+"""Check that each stage of a pipeline has layers, before anything is built.
 
 A pipeline divides the repeats of a model's group of layers; first and last layers are with the
-embedding and the head.
+embedding and the head. Stages may have unequal numbers of repeats, but for a schedule without a
+flush, and each has at least one.
 """
 
 from spmd.errors import ConfigError, Problem
@@ -25,12 +26,27 @@ def check_stages(model: ModelConfig, schedule: Schedule | None) -> None:
 
 def _layer_problems(layers: int, schedule: Schedule) -> list[Problem]:
     """Return the problem of equal layers."""
-    parts = schedule.stages * schedule.chunks
-    if layers % parts == 0:
+    fix = _fix(layers, "layers", schedule)
+    if not fix:
         return []
+    parts = schedule.stages * schedule.chunks
     detail = f"{_count(layers, 'layer')} / {_divisor(schedule)} = {layers / parts:.4g}"
-    fix = f"a multiple of {parts} layers, or another mesh.pipe"
     return [Problem("mesh.pipe", "does not divide the layers", detail, fix)]
+
+
+def _fix(count: int, things: str, schedule: Schedule) -> str:
+    """Return the change with which things divide into stages; empty if they do."""
+    parts = schedule.stages * schedule.chunks
+    if count % parts == 0:
+        return ""
+    if count < parts:
+        return f"at least {parts} {things}, or a smaller mesh.pipe"
+    multiple = f"a multiple of {parts} {things}"
+    if not schedule.flush:
+        return f"{multiple}, or a schedule with a flush, such as 1f1b (pipeline.schedule)"
+    if count % schedule.stages == 0:  # stored in equal parts, which hold no equal chunks
+        return f"{multiple}, or a pipeline.chunks that divides {count // schedule.stages}"
+    return ""
 
 
 def _pattern_problems(pattern: LayerPattern, schedule: Schedule) -> list[Problem]:
@@ -40,11 +56,10 @@ def _pattern_problems(pattern: LayerPattern, schedule: Schedule) -> list[Problem
     repeats = pattern.repeats
     if size == 1 and not ends:
         return _layer_problems(repeats, schedule)
-    parts = schedule.stages * schedule.chunks
-    if repeats % parts == 0:
+    fix = _fix(repeats, "repeats", schedule)
+    if not fix:
         return []
     what = "does not divide the repeats of the group of layers"
-    fix = f"a multiple of {parts} repeats, or a mesh.pipe that divides {repeats}"
     if repeats == 1:
         period = _count(size, "layer")
         what = f"divides repeats, and the longest period of this pattern, {period}, occurs once"
@@ -54,6 +69,7 @@ def _pattern_problems(pattern: LayerPattern, schedule: Schedule) -> list[Problem
         counted = f"{len(pattern.first)} first + {counted}"
     if pattern.last:
         counted += f" + {len(pattern.last)} last"
+    parts = schedule.stages * schedule.chunks
     total = _count(ends + repeats * size, "layer")
     division = f"{_count(repeats, 'repeat')} / {_divisor(schedule)} = {repeats / parts:.4g}"
     return [Problem("mesh.pipe", what, f"{counted} = {total}; {division}", fix)]

@@ -130,6 +130,11 @@ class Workload:
         return "dense"
 
     @property
+    def stage_layers(self) -> int:
+        """Layers of a stage with the most."""
+        return math.ceil(self.layers / self.mesh["pipe"])
+
+    @property
     def gathered_parts(self) -> int:
         """Number of devices that a parameter is gathered from."""
         return math.prod(self.mesh[axis] for axis in self.gathered_axes)
@@ -241,9 +246,12 @@ def _exposed_share(axes: tuple[str, ...], work: Workload, rates: ClosedRates) ->
     return 1.0
 
 
-def _layer_shards(work: Workload) -> int:
-    """Return the number of devices at work on one token: tensor × pipe."""
-    return work.mesh["tensor"] * work.mesh["pipe"]
+def _layer_shards(work: Workload) -> float:
+    """Return the number of devices at work on one token: tensor × pipe.
+
+    Where `pipe` does not divide the layers, stages wait for those with the most.
+    """
+    return work.mesh["tensor"] * work.layers / work.stage_layers
 
 
 def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
@@ -335,7 +343,7 @@ def _offload_seconds(work: Workload, network: Network) -> float:
 
 def _own_params(work: Workload) -> float:
     """Return the parameters in the memory of one device, between steps."""
-    shards = _layer_shards(work) * work.mesh["expert"]
+    shards = work.mesh["tensor"] * work.mesh["pipe"] * work.mesh["expert"]
     if work.zero:
         shards *= work.gathered_parts
     return work.params / shards
@@ -364,7 +372,7 @@ def collective_seconds(
 ) -> dict[tuple[str, ...], float]:
     """Return mesh axes → seconds of their collectives in one microbatch; of `data`, in one step."""
     found: dict[tuple[str, ...], float] = {}
-    layers = work.layers / work.mesh["pipe"]
+    layers = work.stage_layers
     for sent in (*_parameter_transfers(work), *_activation_transfers(work)):
         if math.prod(work.mesh[axis] for axis in sent.axes) <= 1:
             continue
@@ -425,7 +433,7 @@ def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     """Yield the collectives of activations and their gradients."""
     mesh = work.mesh
     tensor = mesh["tensor"]
-    layers = work.layers / mesh["pipe"]
+    layers = work.stage_layers
     again = work.repeats
     tokens = work.device_tokens
     stream = tokens * work.width * 2

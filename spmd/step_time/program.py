@@ -27,6 +27,7 @@ from spmd.analysis.replica_groups import (
 )
 from spmd.analysis.trip_count import trip_count
 from spmd.layers.expert_dispatch import EXTRA_PASSES
+from spmd.plan.scopes import branch_scope
 
 _PASSES = {"fwd": 2, "dq": 3, "dkv": 4}
 """Kernel of splash attention → its number of matmuls, recomputed scores included."""
@@ -166,7 +167,7 @@ class _Reader:
     def _branches(self, condition: Instruction) -> Iterator[ScheduledBlock]:
         """Yield the branches of a condition with their shares; equal ones if these are unknown."""
         callees = condition.callees()
-        share = self.taken.get(condition.op_name.removesuffix("/cond").rpartition("/")[2])
+        share = self.taken.get(branch_scope(condition.op_name))
         for number, (role, callee) in enumerate(callees):
             # Branches without a role of their own are numbered by the predicate.
             is_first = number == (role == "branch_computations")

@@ -237,8 +237,11 @@ def test_loss_scaling():
 
 
 def test_evaluation_goes_through_the_stages():
-    """The sums of a batch that goes through the stages are those of one device; one microbatch fewer has others."""
-    config = tiny.replaced(layers=4)
+    """The sums of a batch that goes through the stages are those of one device; one microbatch fewer has others.
+
+    The first of four stages has two of the five layers.
+    """
+    config = tiny.replaced(layers=5)
     loss_fn = next_token_loss(tiny.model(config), train=False)
     whole = tiny.plan(config, OPTIMIZER)
     plan = tiny.plan(config, OPTIMIZER, pipe=4, fsdp=2)

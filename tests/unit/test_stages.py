@@ -1,4 +1,4 @@
-"""Layers that do not divide into stages are refused in repeats of their group, before anything is built."""
+"""Too few layers for the stages are refused in repeats of their group, before anything is built."""
 
 import dataclasses
 
@@ -20,14 +20,14 @@ from spmd.sharding.mesh import MeshShape, abstract_mesh
 LOCAL, FULL = LayerSpec(AttentionSpec(window=4)), LayerSpec()
 PATTERNS = {
     "plain": (
-        DecoderConfig(layers=6),
+        DecoderConfig(layers=3),
         "mesh.pipe: does not divide the layers",
-        "6 layers / (pipe=4) = 1.5",
+        "3 layers / (pipe=4) = 0.75",
     ),
     "group": (
-        DecoderConfig(layers=12, group=(LOCAL, FULL)),
+        DecoderConfig(layers=6, group=(LOCAL, FULL)),
         "mesh.pipe: does not divide the repeats of the group of layers",
-        "6 repeats × 2 layers = 12 layers; 6 repeats / (pipe=4) = 1.5",
+        "3 repeats × 2 layers = 6 layers; 3 repeats / (pipe=4) = 0.75",
     ),
     "ends": (
         DecoderConfig(layers=7, first=(FULL,), group=(LOCAL, FULL), last=(LOCAL, LOCAL)),
@@ -54,7 +54,7 @@ def config(model, stages, **pipeline):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_layers_that_do_not_divide_are_refused(name):
+def test_too_few_layers_are_refused(name):
     """One problem, with the arithmetic of repeats; a pattern without any names its period."""
     model, what, arithmetic = PATTERNS[name]
     with pytest.raises(ConfigError) as caught:
@@ -73,6 +73,27 @@ def test_chunks_are_counted():
         make_setup(config(model, 2, schedule="interleaved"), mesh)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "layers", "fix"),
+    [
+        ("1f1b", 1, 5, ""),
+        ("interleaved", 2, 7, ""),
+        ("interleaved", 3, 8, "a multiple of 6 layers, or a pipeline.chunks that divides 4"),
+        ("pipedream", 1, 5, "a multiple of 2 layers, or a schedule with a flush, such as 1f1b"),
+    ],
+)
+def test_stages_may_have_unequal_numbers_of_layers(schedule, chunks, layers, fix):
+    """Two stages of three and two; not without a flush, and not where equal stages have unequal chunks."""
+    made = make_schedule(schedule, 2, 4, chunks)
+    if not fix:
+        check_stages(DecoderConfig(layers=layers), made)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_stages(DecoderConfig(layers=layers), made)
+    (problem,) = caught.value.problems
+    assert problem.fix.startswith(fix)
+
+
 def test_repeats_that_divide_are_not_refused():
     """Twelve layers of a period of three are four repeats; first and last layers are no part of them."""
     schedule = make_schedule("1f1b", 4, 4, 1)
@@ -86,7 +107,7 @@ def test_repeats_that_divide_are_not_refused():
 
 def test_a_plan_alone_names_the_stack_once():
     """A table's audit has one problem for all parameters of a stack, beside those of other dimensions."""
-    model = DecoderConfig(layers=6, group=(LOCAL, FULL), d_ff=63)
+    model = DecoderConfig(layers=2, group=(LOCAL, FULL), d_ff=63)
     with pytest.raises(RuleError) as caught:
         make_plan(
             abstract_mesh(MeshShape(pipe=2, tensor=2)),
@@ -96,5 +117,5 @@ def test_a_plan_alone_names_the_stack_once():
         )
     stack, *others = caught.value.problems
     assert stack.where == "layers"
-    assert stack.detail == "3 / (pipe=2) = 1.5"
+    assert stack.detail == "1 / (pipe=2) = 0.5"
     assert {problem.detail for problem in others} == {"63 / (tensor=2) = 31.5"}
