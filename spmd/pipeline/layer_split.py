@@ -77,6 +77,19 @@ class LayerSplit:
         return self.least == self.most
 
     @property
+    def text(self) -> str:
+        """The numbers of layers.
+
+        Example:
+            >>> LayerSplit.of(126, 16, 1).text
+            'stages have unequal numbers of layers, 14 × 8 + 2 × 7 = 126'
+        """
+        longer = self.counts.count(self.most)
+        shorter = len(self.counts) - longer
+        terms = f"{longer} × {self.most} + {shorter} × {self.least} = {self.layers}"
+        return f"stages have unequal numbers of layers, {terms}"
+
+    @property
     def firsts(self) -> np.ndarray:
         """The number of the first layer of each virtual stage."""
         return np.cumsum((0, *self.counts[:-1]))

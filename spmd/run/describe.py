@@ -21,6 +21,8 @@ from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.model_config import router_of
 from spmd.optim.config import describe_schedule
+from spmd.pipeline.layer_split import LayerSplit
+from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.communication import (
     batch_axes,
@@ -43,6 +45,7 @@ from spmd.run.config import TrainConfig
 from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, recipe_lines
 from spmd.sharding.dims import spec_dims
+from spmd.sharding.layer_paths import is_staged, own_stacks
 from spmd.tree import human_bytes
 
 
@@ -118,7 +121,18 @@ def pipeline_line(setup: TrainSetup) -> str:
         return ""
     name = f"{schedule.name}, {schedule.microbatches} microbatches"
     execution = describe_execution(schedule, recompute=setup.config.pipeline.recomputes)
-    return f"\npipeline {name}; {execution}"
+    return f"\npipeline {name}; {execution}{_uneven_stages(setup.plan, schedule)}"
+
+
+def _uneven_stages(plan: ShardingPlan, schedule: Schedule) -> str:
+    """Return the numbers of layers of the stages; empty where they are equal."""
+    for entry in plan.params:
+        if not is_staged(own_stacks(entry.path, plan.rules.stacks)):
+            continue
+        split = LayerSplit.of(entry.shape[0], schedule.stages, schedule.chunks)
+        if not split.is_even:
+            return f"; {split.text}"
+    return ""
 
 
 def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:

@@ -56,7 +56,7 @@ def is_prefix(dims: Dims, more: Dims) -> bool:
 
 
 def with_axis(spec: P, dim: int, axis: str) -> P:
-    """Return the spec with one more axis of a dimension, after those that split it.
+    """Return the spec with one more axis of a dimension, the last one.
 
     Example:
         >>> with_axis(P("fsdp"), 0, "pipe"), with_axis(P("fsdp"), 1, "pipe")

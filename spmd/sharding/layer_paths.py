@@ -36,7 +36,7 @@ class Stack:
 
     @property
     def stored_axis(self) -> str | None:
-        """The axis that splits this dimension of an array as stored."""
+        """The axis along this dimension of an array as stored."""
         if self.is_even:
             return self.axis
         return None

@@ -1,4 +1,4 @@
-"""Storage of layers that `pipe` does not divide: split over it along another dimension.
+"""Storage of layers in unequal stages: split over `pipe` along another dimension.
 
 126 layers on 8 stages are 16 on six of them and 15 on two. JAX splits a dimension into equal parts
 alone, so each parameter of such a stack is stored split over `pipe` along a dimension of one layer,
@@ -21,7 +21,7 @@ STAGES = "pipe"
 def with_uneven_stages(
     rules: Rules, shapes: Mapping[str, Sequence[int]], axes: Mapping[str, int]
 ) -> Rules:
-    """Return the table with another storage for layers that `pipe` does not divide.
+    """Return the table with another storage for layers in unequal stages.
 
     Where there are fewer layers than stages, the audit of the table reports it.
 

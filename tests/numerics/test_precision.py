@@ -158,6 +158,7 @@ def test_a_mesh_trains_as_one_device_does(name):
     assert result.ok, f"\n{result}"
 
 
+@pytest.mark.soak
 def test_control_a_missing_reduction_is_found():
     """The tolerances of narrow policies are wide, and still notice gradients of half of the batch."""
     assert (

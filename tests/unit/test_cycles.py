@@ -229,9 +229,10 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("pipedream", 1)]
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 def test_a_schedule_says_how_often_branches_are_taken(name, chunks) -> None:
-    """In all ticks together, each microbatch once in each chunk; the loss and both ends of the embedding once."""
+    """Each microbatch once in each chunk; the loss and both ends of the embedding once; a last layer in each task."""
     table = tabulate(make_schedule(name, 4, 8, chunks))
     tasks = {branch: share * table.ticks for branch, share in table.taken.items()}
+    assert tasks.pop("pipeline_more_layers") == table.ticks
     assert tasks.pop("pipeline_from_loss") * tasks["pipeline_backward"] / table.ticks == 8
     assert tasks == {
         "pipeline_forward": 8 * chunks,
