@@ -212,12 +212,14 @@ class ExpertDense(nnx.Module):
     ) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (experts, inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True, matrix="bio")
+        self.kernel = nnx.Param(
+            table, gathered_by_layer=True, takes_codes=True, linear=True, matrix="bio"
+        )
         self.bias = _zeros(experts, outputs) if bias else None
 
     def placed(self) -> ExpertKernel:
         """Return the kernels and biases with their placement under the plan in scope."""
-        kernel = self.kernel[...]
+        kernel = self.kernel.get_value()  # an array, or codes of a frozen one
         bias = None
         if self.bias is not None:
             placed = placement_of(self.bias.get_metadata("path", None))

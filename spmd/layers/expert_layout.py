@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
+from spmd.model_interface.wrapped_param import StoredParam, is_stored
 from spmd.plan.context import current
-from spmd.plan.fsdp import ParamPlacement
+from spmd.plan.fsdp import ParamPlacement, gather
 from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
 from spmd.plan.sharded_param import ShardedParam, sharded_param
@@ -37,10 +38,11 @@ class ExpertBias:
 class ExpertKernel:
     """The kernels of all experts of a layer, and their biases, if any.
 
-    `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan.
+    The kernels are an array, or frozen ones in another form. `placed` is from
+    `spmd.plan.fsdp.placement_of`, None outside a plan.
     """
 
-    array: Float[Array, "expert in out"]
+    array: Float[Array, "expert in out"] | StoredParam
     placed: ParamPlacement | None
     bias: ExpertBias | None = None
 
@@ -62,6 +64,8 @@ class ExpertLayout:
         expert: The axes that experts are split over; None outside a plan.
         tensor: The axes that hidden units are split over.
         save_gathered: Whether the backward pass keeps gathered kernels.
+        stored: The placement of each parameter; of those in another form `params` have the layout
+            after `decode`.
     """
 
     mesh: AnyMesh | None = None
@@ -70,6 +74,7 @@ class ExpertLayout:
     expert: ExpertAxes | None = None
     tensor: tuple[str, ...] = ()
     save_gathered: bool = True
+    stored: tuple[ParamPlacement, ...] = ()
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -82,6 +87,16 @@ class ExpertLayout:
         if self.mesh is None:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in self.over)
+
+    def decode(self, arrays: Sequence[Any], dtypes: Sequence[jnp.dtype]) -> tuple[Any, ...]:
+        """Gather the codes of parameters in another form, and decode them, outside of the region."""
+        placements = self.stored or [None] * len(arrays)
+        found = []
+        for array, placed, dtype in zip(arrays, placements, dtypes, strict=True):
+            if is_stored(array):
+                array = gather(array, placed, dtype)
+            found.append(array)
+        return tuple(found)
 
     def prepare(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         """Return the arrays for `gather` in the forward and the backward pass.
@@ -147,8 +162,8 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     """
     biases = biases_of(kernels)
     arrays: list[ExpertKernel | ExpertBias] = [*kernels, *biases]
-    placements = [array.placed for array in arrays if array.placed]
-    if len(placements) < len(arrays):
+    stored = [array.placed for array in arrays if array.placed]
+    if len(stored) < len(arrays):
         problem = Problem(
             "the experts' kernels",
             "are not all in the rule table",
@@ -156,6 +171,12 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         )
         raise AnnotationError("Expert layer outside of a plan:", [problem])
     count = len(kernels)
+    placements = []
+    for array, placed in zip(arrays, stored, strict=True):
+        if is_stored(array.array):  # `decode` gathers it
+            used = placed.compute_spec
+            placed = dataclasses.replace(placed, param_spec=used, grad_spec=used)
+        placements.append(placed)
     params = tuple(sharded_param(placed, 3) for placed in placements[:count])
     of_biases = tuple(sharded_param(placed, 2) for placed in placements[count:])
     problems = _kernel_problems(params)
@@ -174,6 +195,7 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         expert=expert_axes(mesh, tuple(expert)),
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
+        stored=tuple(stored),
     )
 
 

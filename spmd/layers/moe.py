@@ -43,6 +43,7 @@ from spmd.layers.grouped_matmul import (
 )
 from spmd.layers.linear_recipes import recipe_of
 from spmd.layers.router import RouterConfig, Routing, expert_slots
+from spmd.model_interface.wrapped_param import is_stored
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.manual import batch_sum, psum, shard_map_over, split_axes
 from spmd.settings.quantize import QuantizationRecipe
@@ -322,13 +323,13 @@ class _Experts:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(
-    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
+    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Any, ...]
 ) -> tuple[Array, Array]:
     return _apply_forward(layer, x, where, weights, kernels)[0]
 
 
 def _apply_forward(
-    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
+    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Any, ...]
 ) -> tuple[tuple[Array, Array], Any]:
     layout = layer.layout
     tokens = layer.tokens
@@ -338,13 +339,16 @@ def _apply_forward(
     local = functools.partial(_forward_on_device, layer)
     in_specs = (tokens, tokens, tokens, stored)
     manual = layer.manual(local, in_specs, (tokens, P(), received, wholes))
-    shards = layout.prepare(kernels)
+    shards = layout.prepare(layout.decode(kernels, layer.dtypes(x.dtype)))
     y, extra, got, gathered = manual(x, where, weights, shards)
     like: tuple[Array, ...] = ()
     if layout.prepares:
         # A prepared kernel may have another dtype than its gradient.
         like = tuple(jnp.zeros((0,), kernel.dtype) for kernel in kernels)
-    return (y, extra), (x, where, weights, shards, like, got, gathered)
+    # Codes, not what is decoded from them: the backward pass decodes again.
+    pairs = zip(kernels, shards, strict=True)
+    kept = tuple(kernel if is_stored(kernel) else shard for kernel, shard in pairs)
+    return (y, extra), (x, where, weights, kept, like, got, gathered)
 
 
 def _forward_on_device(
@@ -388,8 +392,9 @@ def _forward_of_chunk(
 
 def _apply_backward(
     layer: _Layer, saved: Any, dys: tuple[Array, Array]
-) -> tuple[Array, None, Array, tuple[Array, ...]]:
+) -> tuple[Array, None, Array, tuple[Array | None, ...]]:
     x, where, weights, kernels, like, got, gathered = saved
+    is_frozen = list(map(is_stored, kernels))
     dtypes = [array.dtype for array in like or kernels]
     tokens = layer.tokens
     stored, used, kept = layer.layout.specs
@@ -399,12 +404,16 @@ def _apply_backward(
         # The barrier keeps XLA from merging this gather with that of the forward pass and saving
         # its result until now.
         kernels, given = jax.lax.optimization_barrier(kernels), stored
+        kernels = layer.layout.decode(kernels, layer.dtypes(x.dtype))
     received = (layer.received,) * layer.chunks
     local = functools.partial(_backward_on_device, layer, dtypes)
     in_specs = (tokens, tokens, tokens, given, received, tokens)
     manual = layer.manual(local, in_specs, (tokens, tokens, kept))
-    dx, dweights, dkernels = manual(x, where, weights, kernels, got, dys[0])
-    return dx, None, dweights, dkernels
+    dx, dweights, found = manual(x, where, weights, kernels, got, dys[0])
+    dkernels = []
+    for gradient, frozen in zip(found, is_frozen, strict=True):
+        dkernels.append(None if frozen else gradient)
+    return dx, None, dweights, tuple(dkernels)
 
 
 _apply.defvjp(_apply_forward, _apply_backward)

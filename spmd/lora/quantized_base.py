@@ -135,7 +135,7 @@ def quantize_base(base: Any, formats: Mapping[str, WeightFormat], dtype: str, mo
     def place(path: str, param: Any) -> Any:
         if path not in formats:
             return param
-        takes_codes = path in info.wrappable
+        takes_codes = path in info.takes_codes
         return quantize_param(param, formats[path], dtype=dtype, path=path, takes_codes=takes_codes)
 
     return tree.map_with_path(place, base)

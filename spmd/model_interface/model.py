@@ -123,6 +123,8 @@ class ModelInfo:
         placed: Path of a variable without a rule → its spec.
         wrappable: Paths of kernels that may be a `spmd.model_interface.wrapped_param.WrappedParam`:
             their layers use its `operand` and `completed`.
+        takes_codes: Paths of kernels that may be a `spmd.model_interface.wrapped_param.StoredParam`:
+            their layers gather its arrays, and decode them for each pass.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it
             reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
@@ -161,6 +163,7 @@ class ModelInfo:
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     wrappable: frozenset[str] = frozenset()
+    takes_codes: frozenset[str] = frozenset()
     gathered_by_layer: frozenset[str] = frozenset()
     sent_exactly: frozenset[str] = frozenset()
     cast_by_layer: frozenset[str] = frozenset()

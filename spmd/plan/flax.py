@@ -283,13 +283,15 @@ class _NNXFunctions:
         tied = _tied_params(module, structure)
         drawn = functools.partial(drawn_shapes, self.init, abstract_key())
         gathered_by_layer = self._params_with("gathered_by_layer")
+        wrappable = self._params_with("takes_wrapped")
         return dataclasses.replace(
             describe(_shapes(structure.params), nnx_said(module), drawn, tied),
             tied=tied,
             random_state=_random_state(structure),
             constants=structure.constants,
             annotations=nnx_annotations(structure.params),
-            wrappable=self._params_with("takes_wrapped"),
+            wrappable=wrappable,
+            takes_codes=wrappable | self._params_with("takes_codes"),
             gathered_by_layer=gathered_by_layer,
             sent_exactly=self._params_with("sent_exactly"),
             cast_by_layer=self._params_with(CAST_BY_LAYER) | gathered_by_layer,

@@ -89,7 +89,7 @@ def gather_prepared(
         return shard_map_over(mesh, split_axes(mesh), local, in_specs, used)(prepared)
 
 
-def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
+def gather(kernel: Any, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
     """Gather a layer's parameter in a dtype.
 
     The remat policy decides whether the backward pass keeps the gathered parameter. The parameter

@@ -265,6 +265,28 @@ def test_codes_are_equal_on_every_mesh() -> None:
     assert split.scale.sharding.shard_shape(split.scale.shape) == (2, 1, 64)
 
 
+@pytest.mark.soak
+def test_experts_gather_codes() -> None:
+    """Of experts' kernels, too, only bytes are gathered, in both passes; none has a gradient that is sent."""
+    sizes = {"fsdp": 2, "expert": 2}
+    layout = plan("mixtral", OF_EXPERTS, **sizes)
+    step = step_of("mixtral", layout)
+    state = init_state(layout, 0, variables={BASE: stored("mixtral", OF_EXPERTS, **sizes)})
+    step(state, place_batch(layout, batch_of("mixtral")))
+    audit = audit_collectives(step.programs[-1], layout.mesh, plan=layout)
+    assert not audit.broken
+    of_experts = []
+    for record in audit.records:
+        if "experts/" in str(record.cause) and record.over == "fsdp":
+            of_experts.append(record)
+    assert {(record.kind, record.dtype) for record in of_experts} == {("all-gather", "u8")}
+    gathered = 0
+    for leaf in layout.variables:
+        if "experts/" in leaf.path and leaf.path.endswith(("kernel/codes", "kernel/scale")):
+            gathered += leaf.bytes_per_device * layout.mesh.shape["fsdp"]
+    assert sum(record.bytes for record in of_experts) == 2 * gathered
+
+
 def test_a_layer_gathers_codes_and_keeps_none_decoded() -> None:
     """Of a kernel only bytes are gathered, in the forward pass and again in the backward pass."""
     layout = plan("llama", NF4, fsdp=2, tensor=2)
@@ -370,7 +392,7 @@ def test_layers_of_a_plain_scan_decode_at_their_use() -> None:
 
 
 def test_the_plan_counts_what_is_gathered() -> None:
-    """Codes of linear layers as bytes, kernels of experts decoded; recipes are of coded kernels, too."""
+    """Codes as bytes, kernels of experts with adapters decoded; recipes are of coded kernels, too."""
     of = plan("mixtral", OF_EXPERTS, (("quantize", "attention/.*=fp8"),), fsdp=2, expert=2)
     sent = {transfer.path: transfer for transfer in gathers(of)}
     codes = sent["base/layers/attention/k_proj/kernel/codes"]
@@ -379,6 +401,12 @@ def test_the_plan_counts_what_is_gathered() -> None:
     assert (codes.dtype, codes.bytes) == ("uint8", half)
     experts = sent["base/layers/moe/experts/up_proj/kernel/codes"]
     of_experts = np.prod(shapes["layers/moe/experts/up_proj/kernel"])
+    assert (experts.dtype, experts.elements) == ("uint8", of_experts // 2 // 2)
+    adapted = dataclasses.replace(OF_EXPERTS, targets=(".*experts/up_proj/kernel",))
+    sent = {
+        transfer.path: transfer for transfer in gathers(plan("mixtral", adapted, fsdp=2, expert=2))
+    }
+    experts = sent["base/layers/moe/experts/up_proj/kernel/codes"]
     assert (experts.dtype, experts.elements) == ("float32", of_experts // 2)
     assert "base/layers/moe/experts/up_proj/kernel/scale" not in sent
     assert of.placements["layers/attention/q_proj/kernel"].recipe.name == "fp8"
