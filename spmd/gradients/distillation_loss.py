@@ -46,6 +46,7 @@ class DistillationLoss:
     teacher: ShardingPlan
     config: DistillationConfig
     chunk: int = CHUNK
+    padded_heads: bool = False
     weighted: bool = True
 
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
@@ -95,7 +96,8 @@ class DistillationLoss:
         """Return loss and metrics as weighted sums."""
         check_answers(mine, self.chunk)
         check_chunk(theirs, self.chunk)
-        _check_vocabularies(mine.logits, theirs.logits)
+        if not self.padded_heads:
+            _check_vocabularies(mine.logits, theirs.logits)
         targets, weights = take_arrays(batch, "targets", "weights")
         divergences = token_divergences(
             at_temperature(mine.logits, self.config.temperature),
@@ -118,12 +120,18 @@ def distillation_loss(
     config: DistillationConfig | None = None,
     *,
     chunk: int = CHUNK,
+    padded_heads: bool = False,
 ) -> DistillationLoss:
     """Return the loss of a language model beside a frozen teacher with the same vocabulary.
 
     A batch is as for `spmd.next_token_loss`, and has the parameters of the teacher as
     `spmd.whole(params)`, placed by its plan, on the mesh of the student. The teacher has no
     variables.
+
+    Args:
+        chunk: Tokens of a chunk of logits, per device.
+        padded_heads: Whether heads may have unlike numbers of outputs, where they have more than
+            there are tokens: those that one of them lacks have no share in the divergence.
     """
     problems = check_type(TEACHER, teacher, ShardingPlan, "spmd.make_plan of the teacher's model")
     if chunk < 1:
@@ -133,7 +141,7 @@ def distillation_loss(
         problems.append(Problem(TEACHER, what, fix="a model of parameters alone"))
     if problems:
         raise ConfigError("No distillation:", problems)
-    return DistillationLoss(model, teacher, config or DistillationConfig(), chunk)
+    return DistillationLoss(model, teacher, config or DistillationConfig(), chunk, padded_heads)
 
 
 @contextmanager
@@ -166,7 +174,7 @@ def _check_vocabularies(mine: Any, theirs: Any) -> None:
     if own != other:
         what = f"predicts {other} tokens, the student {own}"
         why = "a head may have more outputs than its tokenizer has tokens"
-        fix = "a teacher with the student's tokenizer, and with as many outputs"
+        fix = "padded_heads=True, if both have one tokenizer; or a teacher with the student's"
         problem = Problem(TEACHER, what, why, fix)
         raise ConfigError("Unlike vocabularies:", [problem])
 

@@ -33,7 +33,7 @@ def token_divergences(
 ) -> Float[Array, "batch seq"]:
     """Return the Kullback-Leibler divergence of the student's from the teacher's next token, in nats.
 
-    It has no gradient for the teacher.
+    It has no gradient for the teacher. Outputs that one of the heads lacks have no share.
 
     Args:
         reverse: The teacher's divergence from the student instead: KL(student ‖ teacher).
@@ -93,8 +93,9 @@ def _split(x: Array, length: int) -> Float[Array, "chunk batch length d"]:
 
 
 def _divergences(student: Array, teacher: Array, reverse: bool) -> Float[Array, "batch seq"]:
-    mine = jax.nn.log_softmax(student.astype(jnp.float32))
-    theirs = jax.nn.log_softmax(teacher.astype(jnp.float32))
+    common = min(student.shape[-1], teacher.shape[-1])
+    mine = jax.nn.log_softmax(student[..., :common].astype(jnp.float32))
+    theirs = jax.nn.log_softmax(teacher[..., :common].astype(jnp.float32))
     if reverse:
         mine, theirs = theirs, mine
     weights = jnp.exp(theirs)

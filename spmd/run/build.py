@@ -227,7 +227,10 @@ def build_training_loss(
     """Return the loss of training: the task's, or beside a teacher."""
     if teacher is None:
         return build_loss(config, model)
-    return distillation_loss(model, teacher, config.distillation, chunk=config.logits_chunk)
+    # A run compares the tokenizers (`spmd.run.teacher`), so unlike heads are padded.
+    return distillation_loss(
+        model, teacher, config.distillation, chunk=config.logits_chunk, padded_heads=True
+    )
 
 
 def build_loss(config: TrainConfig, model: Model, *, train: bool = True) -> ModelLoss:

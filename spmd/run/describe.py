@@ -44,6 +44,7 @@ from spmd.run.build import (
 from spmd.run.config import TrainConfig
 from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, recipe_lines
+from spmd.run.teacher_plan import read_model
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.layer_paths import is_staged, own_stacks
 from spmd.tree import human_bytes
@@ -164,8 +165,17 @@ def teacher_line(setup: TrainSetup) -> str:
     return (
         f"\nteacher {setup.config.teacher}: {count:,} frozen parameters, "
         f"{human_bytes(held)} on each device; {way} at the temperature {of_loss.temperature:g} "
-        f"has {of_loss.weight:.0%} of the loss"
+        f"has {of_loss.weight:.0%} of the loss{_unlike_heads(setup.config)}"
     )
+
+
+def _unlike_heads(config: TrainConfig) -> str:
+    """Return the outputs of a teacher's and the student's head; empty where they are equal."""
+    teacher, _ = read_model(config.teacher)
+    sizes = (teacher.vocab, config.model.vocab)
+    if sizes[0] == sizes[1]:
+        return ""
+    return f"; heads of {sizes[0]:,} and {sizes[1]:,} outputs, compared in {min(sizes):,}"
 
 
 def _expert_kernel(plan: ShardingPlan) -> ParamPlacement | None:

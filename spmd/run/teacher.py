@@ -76,13 +76,17 @@ class Teacher:
         of_model = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"{of_model} {digest_arrays(rounded)}"
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        """Check its files and its tokenizer, before anything is loaded.
+    def check(self, tokenizer: Tokenizer, outputs: int) -> None:
+        """Check its files, its tokenizer and its head, before anything is loaded.
+
+        Args:
+            outputs: Of the student's head.
 
         Raises:
-            ConfigError: Its tokenizer is another one.
+            ConfigError: Its tokenizer is another one, or its head is for other tokens.
             CheckpointError: Its tensors are not those of its model.
         """
+        model, _ = read_model(self.folder)
         location = locate(self.folder)
         if is_run(location):
             with other_config():
@@ -92,13 +96,25 @@ class Teacher:
                 check_published(found, self.plan.abstract_params, {})
             beside = local_path(self.folder, is_side_file) / TOKENIZER
             if not beside.exists():
+                if model.vocab != outputs:
+                    what = f"predicts {model.vocab} tokens, the student {outputs}"
+                    fix = f"{TOKENIZER} in its folder, if both have one tokenizer"
+                    self._refuse(what, "its tokenizer is not known", fix)
                 return
             theirs = str(beside)
         difference = token_difference(tokenizer, load_tokenizer(theirs))
         if difference:
             fix = "a teacher and a --data.tokenizer with the same tokens"
-            problem = Problem("teacher", "knows other tokens", difference, fix)
-            raise ConfigError(f"{self.folder} cannot be the teacher:", [problem])
+            self._refuse("knows other tokens", difference, fix)
+        if model.vocab < tokenizer.vocab:
+            what = "has fewer outputs than there are tokens"
+            detail = f"tokenizer {tokenizer.vocab} > model {model.vocab}"
+            self._refuse(what, detail, "a teacher of this tokenizer")
+
+    def _refuse(self, what: str, detail: str, fix: str) -> None:
+        """Raise a `ConfigError` with one problem of the teacher."""
+        problem = Problem("teacher", what, detail, fix)
+        raise ConfigError(f"{self.folder} cannot be the teacher:", [problem])
 
 
 def open_teacher(setup: TrainSetup) -> Teacher | None:

@@ -217,7 +217,7 @@ def check(
     order = text.batch_order(config.data, config.seed, row_multiple(setup.plan))
     if not was_checked:
         if teacher is not None:
-            teacher.check(text.tokenizer)
+            teacher.check(text.tokenizer, config.model.vocab)
         for batch in _other_batches(setup, order, 0, config.steps):
             setup.step.trace(batch)
     return CheckedRun(setup, text, order, (*own, *named), init, teacher, load_result)

@@ -71,21 +71,35 @@ def by_hand(params: Any, config: DistillationConfig) -> jax.Array:
     return (losses * BATCH["weights"]).sum() / BATCH["weights"].sum()
 
 
+def pad_words(count: int, path: str, param: jax.Array) -> jax.Array:
+    """A teacher's parameter with more words, which it would prefer."""
+    if path == "embed/embedding":
+        return jnp.pad(param, ((0, count), (0, 0)), constant_values=3.0)
+    if path == "lm_head/kernel":
+        return jnp.pad(param, ((0, 0), (0, count)), constant_values=3.0)
+    return param
+
+
 def step_on(
     sizes: dict[str, int],
     config: DistillationConfig,
     microbatches: int = 1,
     scale: float = 1.0,
     contexts: tuple[str, str] = ("auto", "auto"),
+    padding: int = 0,
 ) -> tuple[float, Any, Any]:
     """The loss of a step, the parameters before it and its gradients."""
     mesh = tiny.mesh(**sizes)
     mine, theirs = contexts
+    larger = dataclasses.replace(LARGER, vocab=LARGER.vocab + padding)
     plan = make_plan(mesh, LLAMA, tiny.model(), optax.sgd(RATE), context=mine)
-    teacher = make_plan(mesh, LLAMA, tiny.model(LARGER), optax.identity(), context=theirs)
+    teacher = make_plan(mesh, LLAMA, tiny.model(larger), optax.identity(), context=theirs)
     shardings = jax.tree.map(lambda x: x.sharding, teacher.abstract_params)
-    frozen = jax.device_put(jax.tree.map(lambda w: scale * w, teacher_params()), shardings)
-    loss = distillation_loss(tiny.model(), teacher, config, chunk=8)
+    scaled = jax.tree.map(lambda w: scale * w, teacher_params())
+    frozen = jax.device_put(
+        tree.map_with_path(functools.partial(pad_words, padding), scaled), shardings
+    )
+    loss = distillation_loss(tiny.model(), teacher, config, chunk=8, padded_heads=padding > 0)
     grad_fn = accumulate(value_and_grad(loss), microbatches)
     step = make_train_step(plan, grad_fn=grad_fn)
     state = step.init_state(seed=0)
@@ -107,6 +121,18 @@ def test_the_loss_is_the_published_one(sizes: dict[str, int]) -> None:
         np.testing.assert_allclose(tree.flatten(gradients)[path], gradient, atol=3e-5 * largest)
     other, _, _ = step_on(sizes, CONFIG, microbatches=2, scale=0.5)
     assert abs(other - loss) > 0.05
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}], ids=str)
+def test_words_that_one_head_lacks_have_no_share(sizes: dict[str, int]) -> None:
+    """A teacher with a head padded by a half has the loss and gradients of the one without padding."""
+    loss, params, gradients = step_on(sizes, CONFIG, padding=32)
+    expected, own = jax.value_and_grad(by_hand)(params, CONFIG)
+    assert loss == pytest.approx(float(expected), rel=2e-6)
+    for path, gradient in tree.flatten(own).items():
+        largest = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(tree.flatten(gradients)[path], gradient, atol=3e-5 * largest)
 
 
 @pytest.mark.soak
@@ -199,6 +225,8 @@ def test_masked_words_and_odd_lengths() -> None:
     expected = token_divergences(student[..., :2], teacher[..., :2])
     np.testing.assert_allclose(value, expected.sum(), rtol=1e-6)
     assert np.isfinite(gradient).all()
+    shorter = token_divergences(student[..., :2], teacher)
+    np.testing.assert_allclose(shorter, expected, rtol=1e-6)
     x = jax.random.normal(jax.random.key(0), (2, 2, 13, 8))
     kernels = jax.random.normal(jax.random.key(1), (2, 8, 5))
     heads = [LazyLogits(*arrays) for arrays in zip(x, kernels, strict=True)]

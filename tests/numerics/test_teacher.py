@@ -101,6 +101,9 @@ def test_a_run_is_taught_by_another_run(tmp_path: Path, capsys: Any) -> None:
     other = ["--data.tokenizer", tmp_path / "tokenizer.json"]
     assert run("train", path, *taught, *other, "--out", tmp_path / "x") == 2
     assert "knows other tokens" in capsys.readouterr().err
+    padded = ["--model.vocab", 384, "--out", tmp_path / "padded", "--steps", 2]
+    assert run("train", path, *taught, *padded) == 0
+    assert "heads of 320 and 384 outputs, compared in 320" in capsys.readouterr().out
     more = ["--out", tmp_path / "big", "--steps", 7, "--resume", "always"]
     assert run("train", path, *LARGER, *more) == 0
     capsys.readouterr()
