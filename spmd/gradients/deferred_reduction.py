@@ -160,17 +160,28 @@ def _stage_problems(
     """
     known = set[tuple[str, ...]]()
     for path, placement in placements.items():
-        if placement.over_stages is None:
-            continue
-        own = spec_dims(placement.param_spec, placement.over_stages + 1, split_axes(placement.mesh))
-        beside = tuple(axis for axis in own[placement.over_stages] if axis not in over)
+        beside = _axes_beside_stages(placement, over)
         if not beside or beside in known:
             continue
         known.add(beside)
         axes = "+".join(beside)
-        what = f"is stored over pipe and {axes}, as stages have unequal numbers of layers"
-        fix = f"an exchange over {axes} too, where there is one; or {_FIX}"
-        yield Problem(path, what, fix=fix)
+        what = f"is stored over {axes} and pipe, as stages have unequal numbers of layers"
+        fix = "a number of layers that pipe divides"
+        if {*beside} <= {*DEFERRABLE_AXES}:
+            fix = f"{fix}, or an exchange over {axes} too"
+        yield Problem(path, what, fix=f"{fix}, or one in each microbatch ({_FIX})")
+
+
+def _axes_beside_stages(placement: ParamPlacement, over: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes, but those of the exchange, that split a dimension beside uneven stages."""
+    dim = placement.over_stages
+    if dim is None:
+        return ()
+    beside = dict[str, None]()
+    for spec in (placement.param_spec, placement.grad_spec):
+        own = spec_dims(spec, dim + 1, split_axes(placement.mesh))[dim]
+        beside |= dict.fromkeys(axis for axis in own if axis not in over)
+    return tuple(beside)
 
 
 def _codec_problems(placements: Mapping[str, ParamPlacement]) -> Iterator[Problem]:

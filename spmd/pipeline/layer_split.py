@@ -78,16 +78,15 @@ class LayerSplit:
 
     @property
     def text(self) -> str:
-        """The numbers of layers.
+        """The numbers of layers, or of repeats of a group of layers.
 
         Example:
             >>> LayerSplit.of(126, 16, 1).text
-            'stages have unequal numbers of layers, 14 × 8 + 2 × 7 = 126'
+            '14 × 8 + 2 × 7 = 126'
         """
         longer = self.counts.count(self.most)
         shorter = len(self.counts) - longer
-        terms = f"{longer} × {self.most} + {shorter} × {self.least} = {self.layers}"
-        return f"stages have unequal numbers of layers, {terms}"
+        return f"{longer} × {self.most} + {shorter} × {self.least} = {self.layers}"
 
     @property
     def firsts(self) -> np.ndarray:

@@ -96,7 +96,7 @@ def gathers(plan: ShardingPlan) -> Iterator[Transfer]:
     info = plan.model.info()
     decoded = _decoded_elements(plan)
     for entry, placed in _placed_params(plan):
-        param = sharded_param(placed.of_stack(), len(entry.shape))
+        param = sharded_param(placed.on_stages(), len(entry.shape))
         if not param.is_gathered:
             continue
         dtype = compute

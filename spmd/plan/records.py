@@ -85,6 +85,12 @@ class ParamPlacement:
         placed = placed._with_dims(self.leading, stored_dims(self.stacks))
         return dataclasses.replace(placed, stacks=(), over_stages=None)
 
+    def on_stages(self) -> "ParamPlacement":
+        """Return the placement of the whole stack where its layers are used, each on its stage."""
+        axes = [stack.axis for stack in self.stacks]
+        placed = self._with_dims(axes, stored_dims(self.stacks))
+        return dataclasses.replace(placed, stacks=(), over_stages=None)
+
     def _with_dims(self, entries: Sequence[str | None], dims: Sequence[int]) -> "ParamPlacement":
         """Insert entries into all specs, at dimensions of the array as stored."""
         return self._with_specs(lambda spec: P(*insert_stacked(spec, entries, dims)))

@@ -19,7 +19,7 @@ from spmd.gradients.accumulate import values_of_microbatches
 from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
-from spmd.model_interface.model_config import router_of
+from spmd.model_interface.model_config import layers_of, router_of
 from spmd.optim.config import describe_schedule
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.schedule import Schedule
@@ -122,17 +122,22 @@ def pipeline_line(setup: TrainSetup) -> str:
         return ""
     name = f"{schedule.name}, {schedule.microbatches} microbatches"
     execution = describe_execution(schedule, recompute=setup.config.pipeline.recomputes)
-    return f"\npipeline {name}; {execution}{_uneven_stages(setup.plan, schedule)}"
+    return f"\npipeline {name}; {execution}{_uneven_stages(setup, schedule)}"
 
 
-def _uneven_stages(plan: ShardingPlan, schedule: Schedule) -> str:
+def _uneven_stages(setup: TrainSetup, schedule: Schedule) -> str:
     """Return the numbers of layers of the stages; empty where they are equal."""
-    for entry in plan.params:
-        if not is_staged(own_stacks(entry.path, plan.rules.stacks)):
+    for entry in setup.plan.params:
+        if not is_staged(own_stacks(entry.path, setup.plan.rules.stacks)):
             continue
         split = LayerSplit.of(entry.shape[0], schedule.stages, schedule.chunks)
-        if not split.is_even:
-            return f"; {split.text}"
+        if split.is_even:
+            return ""
+        parts = "chunks of stages" if schedule.chunks > 1 else "stages"
+        things = "layers"
+        if split.layers != layers_of(setup.config.model):
+            things = "groups of layers"
+        return f"; {parts} have unequal numbers of {things}, {split.text}"
     return ""
 
 

@@ -406,7 +406,7 @@ class Search:
 
 
 def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator[Settings]:
-    """Yield all settings of a machine; a config's batch and model divide evenly over each."""
+    """Yield all settings of a machine: they divide the batch, heads and experts of a config."""
     known = [remat for remat in REMATS if _knows(config, remat)]
     remats = dict.fromkeys((*known, config.remat))
     offloads = dict.fromkeys((config.offload, _STATE))

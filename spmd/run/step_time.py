@@ -28,10 +28,12 @@ from spmd.model_interface.model_config import (
     HasHiddenWidth,
     HasKVWidth,
     HasWidth,
+    repeats_of,
     router_of,
     windows_of,
 )
 from spmd.model_interface.remat import Remat, make_remat
+from spmd.pipeline.layer_split import LayerSplit
 from spmd.plan.communication import element_bytes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
@@ -258,6 +260,7 @@ def workload(
         quantized=model.quantized,
         recomputed=_recomputed_share(remat, model) / remat.every,
         stages_again=pipeline.recomputes,
+        longest_stage=pipeline.longest_stage,
         recomputes_attention=remat.kind != "none" and _CORE not in remat.names,
         # Gradients of logits are kept if they take no more memory than a chunk's float32 logits.
         kept_logits=4 * config.logits_chunk / element_bytes(precision.compute),
@@ -504,11 +507,13 @@ class _Pipeline(NamedTuple):
     Attributes:
         bubble: Idle time of a stage, relative to its work.
         recomputes: Whether backward tasks run the forward pass again.
+        longest_stage: Layers of a stage with the most, relative to the mean.
     """
 
     microbatches: int
     bubble: float
     recomputes: bool
+    longest_stage: float = 1.0
 
 
 def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
@@ -532,7 +537,20 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
         if pipeline.schedule == "interleaved":
             chunks = 2
     bubble = (mesh.pipe - 1) / (microbatches * chunks)
-    return _Pipeline(microbatches, bubble, pipeline.recomputes)
+    longest = _longest_stage(repeats_of(config.model), mesh.pipe, chunks)
+    return _Pipeline(microbatches, bubble, pipeline.recomputes, longest)
+
+
+def _longest_stage(repeats: int, stages: int, chunks: int) -> float:
+    """Return the layers of a stage with the most, relative to the mean of the stages.
+
+    Stages wait for the longest chunk in each tick. The relation is 1 where the number of equal
+    groups of layers is not known.
+    """
+    parts = stages * chunks
+    if repeats < parts:
+        return 1.0
+    return LayerSplit.of(repeats, stages, chunks).most * parts / repeats
 
 
 def _bytes(entries: Iterable[PlanEntry]) -> float:

@@ -59,8 +59,10 @@ def with_axis(spec: P, dim: int, axis: str) -> P:
     """Return the spec with one more axis of a dimension, the last one.
 
     Example:
-        >>> with_axis(P("fsdp"), 0, "pipe"), with_axis(P("fsdp"), 1, "pipe")
-        (PartitionSpec(('fsdp', 'pipe'),), PartitionSpec('fsdp', 'pipe'))
+        >>> with_axis(P("fsdp"), 0, "pipe") == P(("fsdp", "pipe"))
+        True
+        >>> with_axis(P("fsdp"), 1, "pipe") == P("fsdp", "pipe")
+        True
     """
     entries = list(spec)
     entries += [None] * (dim + 1 - len(entries))

@@ -32,7 +32,7 @@ class Stack:
 
     axis: str | None = None
     dim: int = 0
-    is_even: bool = True
+    is_even: bool = dataclasses.field(default=True, repr=False)
 
     @property
     def stored_axis(self) -> str | None:
@@ -245,6 +245,8 @@ def uneven_stacks(
 ) -> set[str]:
     """Return the names of stacks over an axis with more layers than its parts, not a multiple.
 
+    Where stacks share a name, none has fewer layers.
+
     Example:
         >>> stacks = {"h": Stack("pipe")}
         >>> uneven_stacks({"h/up": (3, 4)}, stacks, "pipe", 2)
@@ -252,14 +254,15 @@ def uneven_stacks(
         >>> uneven_stacks({"h/up": (3, 4)}, stacks, "pipe", 4)
         set()
     """
-    names = set()
+    counts: dict[str, set[int]] = {}
     for path, shape in shapes.items():
         for _, name, dim in _stacked_dims(path, stacks):
-            if stacks[name].axis != axis or dim >= len(shape):
-                continue
-            layers = shape[dim]
-            if layers > parts and layers % parts:
-                names.add(name)
+            if stacks[name].axis == axis and dim < len(shape):
+                counts.setdefault(name, set()).add(shape[dim])
+    names = set()
+    for name, layers in counts.items():
+        if min(layers) >= parts and any(count % parts for count in layers):
+            names.add(name)
     return names
 
 

@@ -2,7 +2,8 @@
 
 126 layers on 8 stages are 16 on six of them and 15 on two. JAX splits a dimension into equal parts
 alone, so each parameter of such a stack is stored split over `pipe` along a dimension of one layer,
-after the axes of its row; a pipeline moves the layers to their stages (`spmd.pipeline.uneven`).
+after the axes of its row; a pipeline moves the layers to their stages
+(`spmd.pipeline.layer_split`).
 """
 
 import dataclasses
@@ -14,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from spmd.sharding.layer_paths import dims_of, own_stacks, uneven_stacks, without_dims
 from spmd.sharding.mesh import GATHERED_AXES, entry_axes, shards_of
 from spmd.sharding.rules import Rules
-
-STAGES = "pipe"
 
 
 def with_uneven_stages(
@@ -36,8 +35,9 @@ def with_uneven_stages(
         >>> uneven.match("layers/up/kernel").spec == P(None, ("fsdp", "pipe"), "tensor")
         True
     """
-    stages = axes[STAGES]
-    names = uneven_stacks(shapes, rules.stacks, STAGES, stages)
+    if not all(stack.is_even for stack in rules.stacks.values()):  # of a plan of another mesh
+        rules = _as_written(rules)
+    names = uneven_stacks(shapes, rules.stacks, "pipe", axes.get("pipe", 1))
     if not names:
         return rules
     stacks = dict(rules.stacks)
@@ -56,6 +56,14 @@ def with_uneven_stages(
     return dataclasses.replace(rules, stacked=stacks, over_stages=FrozenDict(over_stages))
 
 
+def _as_written(rules: Rules) -> Rules:
+    """Return a table without the storage that a plan added to it."""
+    stacks = {}
+    for name, stack in rules.stacks.items():
+        stacks[name] = dataclasses.replace(stack, is_even=True)
+    return dataclasses.replace(rules, stacked=stacks, over_stages=FrozenDict())
+
+
 def _dim_over_stages(shape: Sequence[int], spec: P, axes: Mapping[str, int]) -> int | None:
     """Return the dimension of a layer to split over stages too; None if none divides.
 
@@ -66,7 +74,7 @@ def _dim_over_stages(shape: Sequence[int], spec: P, axes: Mapping[str, int]) -> 
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
         own = entry_axes(entry)
-        if not axes.keys() >= {*own} or size % (shards_of(entry, axes) * axes[STAGES]):
+        if not axes.keys() >= {*own} or size % (shards_of(entry, axes) * axes["pipe"]):
             continue
         rank = 2
         if not own:

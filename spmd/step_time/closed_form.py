@@ -59,6 +59,7 @@ class Workload:
         kept_logits: Most tokens of a device in a microbatch whose logits the backward pass does not
             repeat.
         is_gated: Whether MLPs multiply their hidden units by those of a second matrix.
+        longest_stage: Layers of a stage with the most, relative to the mean of the stages.
         zero: ZeRO stage.
         regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
         gathered_bytes: Bytes of a parameter in a gather; `reduced_bytes`: of a gradient in a
@@ -116,6 +117,7 @@ class Workload:
     experts: int = 0
     kept_logits: float = math.inf
     is_gated: bool = False
+    longest_stage: float = 1.0
     gathered_axes: tuple[str, ...] = GATHERED_AXES
 
     @property
@@ -130,9 +132,9 @@ class Workload:
         return "dense"
 
     @property
-    def stage_layers(self) -> int:
+    def stage_layers(self) -> float:
         """Layers of a stage with the most."""
-        return math.ceil(self.layers / self.mesh["pipe"])
+        return self.layers / self.mesh["pipe"] * self.longest_stage
 
     @property
     def gathered_parts(self) -> int:
@@ -251,7 +253,7 @@ def _layer_shards(work: Workload) -> float:
 
     Where `pipe` does not divide the layers, stages wait for those with the most.
     """
-    return work.mesh["tensor"] * work.layers / work.stage_layers
+    return work.mesh["tensor"] * work.mesh["pipe"] / work.longest_stage
 
 
 def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:

@@ -13,7 +13,9 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
+from spmd.plan.communication import gathers
 from spmd.plan.context import use_plan
+from spmd.plan.plan import make_plan
 from spmd.testing import token_batches
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -102,6 +104,26 @@ def test_layers_are_exchanged_once_a_step(plan):
     assert all("layers to their stages" in record.op_name for record in moves)
     # The branch of the longer stage's last layer is known to be taken.
     assert not [record for record in audit.records if record.is_conditional]
+
+
+def test_layers_are_gathered_as_in_equal_stages():
+    """The plan counts the same gathers over `fsdp`, of as many elements for each layer."""
+    sent = {}
+    for layers in (4, 5):
+        config = tiny.replaced(layers=layers)
+        for transfer in gathers(tiny.plan(config, pipe=2, fsdp=2, tensor=2)):
+            what = transfer.axes, transfer.dtype, transfer.elements / layers
+            sent.setdefault(layers, {})[transfer.path] = what
+    assert KERNEL in sent[4]
+    assert sent[5] == sent[4]
+
+
+def test_a_plans_table_fits_another_mesh(plan):
+    """Where `pipe` divides the layers, they are stored as its stages have them."""
+    other = make_plan(tiny.mesh(fsdp=2), plan.rules, plan.model, plan.optimizer)
+    specs = {entry.path: entry.spec for entry in other.params}
+    assert specs[KERNEL][0] == "pipe"
+    assert not other.rules.over_stages
 
 
 def test_weights_of_the_batch_before_have_no_other_storage(plan):

@@ -9,12 +9,16 @@ import dataclasses
 import jax
 import pytest
 
+from spmd.gradients.deferred_reduction import choose_deferred_reduction, defer_grad_reduction
 from spmd.model_interface.model_config import repeats_of
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.deepseek import PRESETS
+from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.layer_split import LayerSplit
+from tests import tiny
+from tests.one_device import REORDERED
 from tests.parity.decoders import compare
-from tests.parity.test_pipelines import parity, tick_table
+from tests.parity.test_pipelines import BATCHES, OPTIMIZER, alone, parity, tick_table
 
 LOCAL, FULL = LayerSpec(AttentionSpec(window=4)), LayerSpec()
 SMALL = {"vocab": 64, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 64}
@@ -51,6 +55,24 @@ def test_stacks_of_several_kinds(name, axes):
 def test_chunks_and_more_stages(schedule, stages, layers, axes):
     """Virtual stages differ by one layer at most."""
     result = parity(tick_table(schedule, stages), layers=layers, **axes)
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_exchange_once_a_step_has_these_numbers_or_is_refused(zero):
+    """With ZeRO 1 no axis beside the stages splits a parameter or gradient; else all axes have to be exchanged over."""
+    config = tiny.replaced(layers=5)
+    plan = tiny.plan(config, OPTIMIZER, (("zero", zero),), pipe=2, data=2, fsdp=2)
+    grad_fn = pipeline(tiny.loss_fn(config), tick_table("gpipe", 2))
+    chosen = choose_deferred_reduction(grad_fn, plan, BATCHES[0], "auto")
+    if zero > 1:
+        assert chosen.axes == ()
+        assert "is stored over fsdp and pipe" in chosen.reason
+    if zero == 2:
+        return
+    once = defer_grad_reduction(grad_fn, ("data", "fsdp"))
+    result = alone(5).compare(plan, once, tolerance=REORDERED)
     assert result.ok, f"\n{result}"
 
 
