@@ -118,7 +118,7 @@ def own_stacks(path: str, stacks: Mapping[str, Stack]) -> tuple[Stack, ...]:
 
 def is_staged(stacks: Sequence[Stack]) -> bool:
     """Return whether each stage of a pipeline has its own layers of the outermost of some stacks."""
-    return any(stack.axis == "pipe" for stack in stacks[:1])
+    return bool(stacks) and stacks[0].axis == "pipe"
 
 
 def dims_of(path: str, stacks: Mapping[str, Stack]) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ def with_uneven_stages(
     over_stages = {}
     for path, shape in shapes.items():
         match = rules.match(path)
-        is_even = all(stack.is_even for stack in own_stacks(path, stacks))
+        around = own_stacks(path, stacks)
+        is_even = not around or around[0].is_even
         if is_even or match is None or not isinstance(match.requested, P):
             continue
         layer = without_dims(shape, dims_of(path, stacks))
