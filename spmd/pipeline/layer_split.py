@@ -107,23 +107,26 @@ class LayerSplit:
 
         Each device sends its shard of other stages' layers, once.
         """
-
-        def move(path: str, w: jax.Array) -> jax.Array:
-            dims, dim = _stored_dims(path, w.ndim, "param_spec")
-            staged = _on_stages(dims, dim)
-            return _moved(functools.partial(_to_stages, dim=dim, split=self), dims, staged)(w)
-
-        return tree.map_with_path(move, arrays)
+        return self._move(arrays, back=False)
 
     def from_stages(self, gradients: Any) -> Any:
         """Move gradients back, into their sharding in the plan."""
+        return self._move(gradients, back=True)
 
-        def move(path: str, d: jax.Array) -> jax.Array:
-            dims, dim = _stored_dims(path, d.ndim, "grad_spec")
-            staged = _on_stages(dims, dim)
-            return _moved(functools.partial(_from_stages, dim=dim, split=self), staged, dims)(d)
+    def _move(self, arrays: Any, *, back: bool) -> Any:
+        """Move arrays between where they are stored and their stages."""
+        table, on_device = "param_spec", _to_stages
+        if back:
+            table, on_device = "grad_spec", _from_stages
 
-        return tree.map_with_path(move, gradients)
+        def move(path: str, x: jax.Array) -> jax.Array:
+            dims, dim = _stored_dims(path, x.ndim, table)
+            ends = [dims, _on_stages(dims, dim)]
+            if back:
+                ends.reverse()
+            return _moved(functools.partial(on_device, dim=dim, split=self), *ends)(x)
+
+        return tree.map_with_path(move, arrays)
 
     def in_chunks(self, layers: Any) -> Any:
         """Return a stage's part of `[stage · chunk · row, …]` as `[chunk, row, …]`.

@@ -110,15 +110,21 @@ def step_on(
     return float(metrics["loss"]), before, gradients
 
 
+def assert_same(gradients: Any, expected: Any) -> None:
+    """Gradients agree, relative to the largest of each parameter."""
+    found = tree.flatten(gradients)
+    for path, gradient in tree.flatten(expected).items():
+        largest = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(found[path], gradient, atol=3e-5 * largest)
+
+
 @pytest.mark.parametrize("sizes", soak_but(MESHES, MESHES[0]), ids=str)
 def test_the_loss_is_the_published_one(sizes: dict[str, int]) -> None:
     """In microbatches too; the control is another teacher."""
     loss, params, gradients = step_on(sizes, CONFIG, microbatches=2)
     expected, own = jax.value_and_grad(by_hand)(params, CONFIG)
     assert loss == pytest.approx(float(expected), rel=2e-6)
-    for path, gradient in tree.flatten(own).items():
-        largest = float(jnp.abs(gradient).max())
-        np.testing.assert_allclose(tree.flatten(gradients)[path], gradient, atol=3e-5 * largest)
+    assert_same(gradients, own)
     other, _, _ = step_on(sizes, CONFIG, microbatches=2, scale=0.5)
     assert abs(other - loss) > 0.05
 
@@ -130,9 +136,7 @@ def test_words_that_one_head_lacks_have_no_share(sizes: dict[str, int]) -> None:
     loss, params, gradients = step_on(sizes, CONFIG, padding=32)
     expected, own = jax.value_and_grad(by_hand)(params, CONFIG)
     assert loss == pytest.approx(float(expected), rel=2e-6)
-    for path, gradient in tree.flatten(own).items():
-        largest = float(jnp.abs(gradient).max())
-        np.testing.assert_allclose(tree.flatten(gradients)[path], gradient, atol=3e-5 * largest)
+    assert_same(gradients, own)
 
 
 @pytest.mark.soak
@@ -141,9 +145,7 @@ def test_the_reverse_divergence() -> None:
     loss, params, gradients = step_on({"data": 2, "tensor": 2}, config)
     expected, own = jax.value_and_grad(by_hand)(params, config)
     assert loss == pytest.approx(float(expected), rel=2e-6)
-    for path, gradient in tree.flatten(own).items():
-        largest = float(jnp.abs(gradient).max())
-        np.testing.assert_allclose(tree.flatten(gradients)[path], gradient, atol=3e-5 * largest)
+    assert_same(gradients, own)
 
 
 def test_what_no_teacher_can_be() -> None:
