@@ -157,22 +157,22 @@ class LayerSplit:
         return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), chunks)
 
 
-def _to_stages(w: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
+def _to_stages(x: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
     """Return the rows of this stage, from all layers split over stages along a dimension."""
     rows = np.maximum(split.rows, 0).reshape(split.stages, -1)
     if dim is None:
-        return w[jnp.asarray(rows)[jax.lax.axis_index(AXIS)]]
-    return jax.lax.all_to_all(w[rows.reshape(-1)], AXIS, 0, dim, tiled=True)
+        return x[jnp.asarray(rows)[jax.lax.axis_index(AXIS)]]
+    return jax.lax.all_to_all(x[rows.reshape(-1)], AXIS, 0, dim, tiled=True)
 
 
-def _from_stages(d: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
+def _from_stages(x: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
     """Return the gradient of all layers, from the rows of this stage."""
     rows = split.rows.reshape(split.stages, -1)
     if dim is None:
         own = jnp.asarray(np.maximum(rows, 0))[jax.lax.axis_index(AXIS)]
-        whole = jnp.zeros((split.layers, *d.shape[1:]), d.dtype)
-        return psum(whole.at[own].add(d), (AXIS,))  # rows of no layer have a gradient of zeros
-    parts = jax.lax.all_to_all(d, AXIS, dim, 0, tiled=True)
+        whole = jnp.zeros((split.layers, *x.shape[1:]), x.dtype)
+        return psum(whole.at[own].add(x), (AXIS,))  # rows of no layer have a gradient of zeros
+    parts = jax.lax.all_to_all(x, AXIS, dim, 0, tiled=True)
     places = np.argsort(rows.reshape(-1))[-split.layers :]
     return parts[places]
 
