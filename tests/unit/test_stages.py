@@ -14,6 +14,7 @@ from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.run.build import make_setup
 from spmd.run.config import PipelineConfig, TrainConfig
+from spmd.run.describe import pipeline_line
 from spmd.run.stages import check_stages
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -92,6 +93,34 @@ def test_stages_may_have_unequal_numbers_of_layers(schedule, chunks, layers, fix
         check_stages(DecoderConfig(layers=layers), made)
     (problem,) = caught.value.problems
     assert problem.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline", "said"),
+    [
+        ({"layers": 5}, {}, "stages have unequal numbers of layers, 1 × 3 + 1 × 2 = 5"),
+        (
+            {"layers": 6, "group": (LOCAL, FULL)},
+            {},
+            "stages have unequal numbers of groups of layers, 1 × 2 + 1 × 1 = 3",
+        ),
+        (
+            {"layers": 7},
+            {"schedule": "interleaved"},
+            "chunks of stages have unequal numbers of layers, 3 × 2 + 1 × 1 = 7",
+        ),
+        ({"layers": 4}, {}, ""),
+    ],
+    ids=["layers", "groups", "chunks", "equal"],
+)
+def test_a_plan_says_what_the_stages_have(model, pipeline, said):
+    """Layers, groups of them, or chunks; nothing where all have as many."""
+    setup = make_setup(
+        config(DecoderConfig(**model), 2, **pipeline), abstract_mesh(MeshShape(pipe=2))
+    )
+    line = pipeline_line(setup)
+    assert line.endswith(said)
+    assert ("unequal" in line) == bool(said)
 
 
 def test_repeats_that_divide_are_not_refused():
