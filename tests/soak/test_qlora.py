@@ -136,6 +136,7 @@ def theirs(folder: Path, lora: LoRAConfig, adapters: Path) -> tuple[list[float],
         folder, quantization_config=quantized, dtype=torch.float32, device_map="cpu"
     )
     model = peft.PeftModel.from_pretrained(base, adapters, is_trainable=True)
+    model.train()  # else bitsandbytes multiplies in bfloat16, on CPUs that have it
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=RATE)
     losses = []
