@@ -345,10 +345,11 @@ def _apply_forward(
     if layout.prepares:
         # A prepared kernel may have another dtype than its gradient.
         like = tuple(jnp.zeros((0,), kernel.dtype) for kernel in kernels)
-    # Codes, not what is decoded from them: the backward pass decodes again.
-    pairs = zip(kernels, shards, strict=True)
-    kept = tuple(kernel if is_stored(kernel) else shard for kernel, shard in pairs)
-    return (y, extra), (x, where, weights, kept, like, got, gathered)
+    kept = list(shards)
+    for index, kernel in enumerate(kernels):
+        if is_stored(kernel):  # the backward pass decodes codes again
+            kept[index] = kernel
+    return (y, extra), (x, where, weights, tuple(kept), like, got, gathered)
 
 
 def _forward_on_device(
@@ -394,7 +395,7 @@ def _apply_backward(
     layer: _Layer, saved: Any, dys: tuple[Array, Array]
 ) -> tuple[Array, None, Array, tuple[Array | None, ...]]:
     x, where, weights, kernels, like, got, gathered = saved
-    is_frozen = list(map(is_stored, kernels))
+    frozen = [index for index, kernel in enumerate(kernels) if is_stored(kernel)]
     dtypes = [array.dtype for array in like or kernels]
     tokens = layer.tokens
     stored, used, kept = layer.layout.specs
@@ -410,9 +411,9 @@ def _apply_backward(
     in_specs = (tokens, tokens, tokens, given, received, tokens)
     manual = layer.manual(local, in_specs, (tokens, tokens, kept))
     dx, dweights, found = manual(x, where, weights, kernels, got, dys[0])
-    dkernels = []
-    for gradient, frozen in zip(found, is_frozen, strict=True):
-        dkernels.append(None if frozen else gradient)
+    dkernels = list(found)
+    for index in frozen:
+        dkernels[index] = None
     return dx, None, dweights, tuple(dkernels)
 
 

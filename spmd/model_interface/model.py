@@ -196,6 +196,13 @@ class ModelInfo:
             nodes[path] = codes.rpartition("/")[0]
         return nodes
 
+    def is_gathered_as_codes(self, path: str) -> bool:
+        """Return whether a layer gathers the codes of a parameter in another form.
+
+        It does not where adapters are added to the parameter before its layer.
+        """
+        return path in self.takes_codes and self.stored_as[path] not in self.merged
+
     def is_stored_part(self, path: str) -> bool:
         """Return whether a frozen variable is an array of a parameter in another form."""
         return path.rpartition("/")[0] in self.stored_nodes.values()

@@ -126,14 +126,13 @@ def gathers(plan: ShardingPlan) -> Iterator[Transfer]:
 def _decoded_elements(plan: ShardingPlan) -> dict[str, int]:
     """Return the elements of parameters that are decoded before they are gathered.
 
-    They are counted at their codes; their scales have none. Their layers take no codes, or adapters
-    are added to the parameter before its layer.
+    They are counted at their codes; their scales have none.
     """
     info = plan.model.info()
     variables = tree.flatten(plan.abstract_variables, is_leaf=is_stored)
     elements = dict[str, int]()
     for module, node in info.stored_nodes.items():
-        if module in info.takes_codes and info.stored_as[module] not in info.merged:
+        if info.is_gathered_as_codes(module):
             continue
         for part in tree.flatten(variables[node]):
             elements[f"{node}/{part}"] = 0

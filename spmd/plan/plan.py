@@ -661,7 +661,7 @@ def _place_params(
         placements[module] = place(path)
     for module, path in info.stored_as.items():
         placement = dataclasses.replace(place(path), recipe=recipes.get(module))
-        if module in info.takes_codes:
+        if info.is_gathered_as_codes(module):
             # A backward pass decodes again: decoded, they would take the memory that codes spare.
             placement = dataclasses.replace(placement, save_gathered=False)
         placements[module] = placement
