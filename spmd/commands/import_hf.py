@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 import time
@@ -34,6 +35,7 @@ from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.optimizer_state import ZeroStage
+from spmd.storage.address import Location, address_of, locate
 
 _DEFAULT_SEQUENCE = 2048
 
@@ -47,9 +49,9 @@ class ImportCommand:
     """
 
     folder: tyro.conf.Positional[str]
-    """Folder with config.json and safetensors files."""
+    """Folder with config.json and safetensors files, or a gs:// or s3:// path of one."""
     out: str
-    """Run folder; it must not exist."""
+    """Run folder, or a gs:// or s3:// path; it must not exist."""
     mesh: MeshShape = MeshShape(fsdp=-1)
     """Size of each mesh axis; one may be -1."""
     zero: ZeroStage = 3
@@ -68,53 +70,89 @@ def run_import(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     command: ImportCommand = parse_flags(ImportCommand, arguments, "spmd import")
     began = time.perf_counter()
-    source = Path(command.folder)
-    out = Path(command.out)
+    source = _absolute(locate(command.folder))
+    out = locate(command.out)
     start_devices(command.devices, command)
     with _checked(command, source, out) as (found, setup):
         plan = setup.plan
         params, variables = load_model(found, plan.abstract_params, plan.abstract_variables)
         state = {"params": params, "variables": tree.merge(_variables(setup), variables)}
-        with shared_folder(out) as folder:
-            _write_run(folder, source, found, setup, state)
+        with _new_run(out) as run:
+            _write_run(run, address_of(source), found, setup, state)
     if jax.process_index() != 0:
         return 0
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     took = time.perf_counter() - began
+    config_file = address_of(out / "config.py")
+    place = address_of(out)
     print(
         f"{found.family.architectures[0]}: {tree.size(params):,} parameters, "
         f"{tree.human_bytes(size)}, in {took:.3g} s\n"
-        f"generate         spmd generate {out} --prompt …\n"
-        f"fine-tune        spmd train {out / 'config.py'} --init {out} --data.source FILES --out …"
+        f"generate         spmd generate {place} --prompt …\n"
+        f"fine-tune        spmd train {config_file} --init {place} --data.source FILES --out …"
     )
-    if not (out / TOKENIZER).exists():
+    if not (found.path / TOKENIZER).exists():
         print(f"tokenizer        none: the folder has no {TOKENIZER}, so text is encoded as bytes")
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _NewRun:
+    """Folder of an imported run.
+
+    Attributes:
+        folder: Local folder of its files.
+        checkpoints: Its checkpoints, open for writing.
+    """
+
+    folder: Path
+    checkpoints: CheckpointManager
+
+
+@contextlib.contextmanager
+def _new_run(out: Location) -> Iterator[_NewRun]:
+    """Make a run folder, complete or not at all: in a bucket, the checkpoint comes last."""
+    if isinstance(out, Path):
+        with (
+            shared_folder(out) as folder,
+            CheckpointManager(folder / "checkpoints") as checkpoints,
+        ):
+            yield _NewRun(folder, checkpoints)
+        return
+    run_dir = RunDir(out)
+    with run_dir.lease(resume=False, take_over=False) as lease, run_dir.uploads(lease):
+        checkpoints = CheckpointManager(
+            run_dir.checkpoints,
+            before_write=lease.renew,
+            owner=lease.number,
+            before_commit=functools.partial(run_dir.upload_now, lease),
+        )
+        with checkpoints:
+            yield _NewRun(run_dir.path, checkpoints)
+
+
 def _write_run(
-    folder: Path, source: Path, found: HFFolder, setup: TrainSetup, state: dict[str, Any]
+    run: _NewRun, source: str, found: HFFolder, setup: TrainSetup, state: dict[str, Any]
 ) -> None:
     """Write the config, the published files and a checkpoint of step 0 into a folder.
 
     Process 0 writes the files, and each process its shards of the checkpoint.
     """
     if jax.process_index() == 0:
-        _write_files(folder, found, setup)
+        _write_files(run.folder, source, found, setup)
     record = {
         "step": 0,
-        IMPORTED: str(source.absolute()),
+        IMPORTED: source,
         "config": config_values(setup.config),
         "versions": library_versions(),
     }
-    with CheckpointManager(folder / "checkpoints") as checkpoints:
-        checkpoints.save(0, state, record, copied=False)
+    run.checkpoints.save(0, state, record, copied=False)
 
 
-def _write_files(folder: Path, found: HFFolder, setup: TrainSetup) -> None:
+def _write_files(folder: Path, source: str, found: HFFolder, setup: TrainSetup) -> None:
     """Write the config and the published files into a folder."""
     config_file = folder / "config.py"
-    config_file.write_text(config_source(setup.config, found), encoding="utf-8")
+    config_file.write_text(config_source(setup.config, source, found), encoding="utf-8")
     files = files_of(found.path)
     files[ORIGINAL] = inside(found.path, CONFIG)
     for name, file in files.items():
@@ -124,26 +162,25 @@ def _write_files(folder: Path, found: HFFolder, setup: TrainSetup) -> None:
 
 @contextlib.contextmanager
 def _checked(
-    command: ImportCommand, source: Path, out: Path
+    command: ImportCommand, source: Location, out: Location
 ) -> Iterator[tuple[HFFolder, TrainSetup]]:
     """Open the folder and build its model.
 
     Raises:
         CheckpointError: All problems of the folder, the tokenizer, the mesh and `out`.
     """
-    problems = []
-    if out.exists():
-        problems.append(Problem(str(out), "exists", fix="choose another --out"))
+    problems = _out_problems(out)
     with contextlib.ExitStack() as stack:
         found: HFFolder | None = None
         setup: TrainSetup | None = None
         with collect_errors(problems):
             found = stack.enter_context(open_folder(source))
-        if source.is_dir():
+        folder = _files_beside(source, found)
+        if folder is not None:
             vocab = None
             if found is not None and isinstance(found.config, HasVocab):
                 vocab = found.config.vocab
-            problems += tokenizer_problems(source, vocab)
+            problems += tokenizer_problems(folder, vocab)
         with collect_errors(problems):
             if found is not None:
                 config = _config(command, found, out)
@@ -155,10 +192,37 @@ def _checked(
         yield found, setup
 
 
-def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
+def _out_problems(out: Location) -> list[Problem]:
+    """Return why no run can be made at a place."""
+    problems: list[Problem] = []
+    if not isinstance(out, Path):
+        with collect_errors(problems):
+            if RunDir(out).has_run:
+                problems.append(Problem(str(out), "contains a run", fix="choose another --out"))
+    elif out.exists():
+        problems.append(Problem(str(out), "exists", fix="choose another --out"))
+    return problems
+
+
+def _files_beside(source: Location, found: HFFolder | None) -> Path | None:
+    """Return the local folder of the files beside the weights; None if there is none."""
+    if found is not None:
+        return found.path
+    if isinstance(source, Path) and source.is_dir():
+        return source
+    return None
+
+
+def _absolute(location: Location) -> Location:
+    if isinstance(location, Path):
+        return location.absolute()
+    return location
+
+
+def _config(command: ImportCommand, found: HFFolder, out: Location) -> TrainConfig:
     tokenizer = DataConfig.tokenizer
     if (found.path / TOKENIZER).exists():
-        tokenizer = str(out.absolute() / TOKENIZER)
+        tokenizer = address_of(_absolute(out / TOKENIZER))
     sequence = command.sequence or min(_context(found), _DEFAULT_SEQUENCE)
     return TrainConfig(
         model=found.config,
@@ -191,10 +255,14 @@ def _variables(setup: TrainSetup) -> Any:
     return make(jax.random.key(0, impl=PRNG))
 
 
-def config_source(config: TrainConfig, found: HFFolder) -> str:
-    """Return the source of an imported model's config.py, with all fields unlike the defaults."""
+def config_source(config: TrainConfig, source: str, found: HFFolder) -> str:
+    """Return the source of an imported model's config.py, with all fields unlike the defaults.
+
+    Args:
+        source: Where the model was imported from.
+    """
     architecture = found.values["architectures"][0]
-    docstring = json.dumps(f"{architecture}, imported from {found.path.absolute()}.")
+    docstring = json.dumps(f"{architecture}, imported from {source}.")
     lines = [
         docstring,
         "",

@@ -19,7 +19,7 @@ from spmd.distributed.initialize import MOST_SIMULATED, SINGLE_PROCESS, prepare_
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.optim.config import fit_warmup
 from spmd.run.config import M, TrainConfig
-from spmd.run.load_config import load_config, shipped
+from spmd.run.load_config import find_file, load_config, shipped
 from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
 from spmd.sharding.mesh import MeshShape, simulate_devices
 
@@ -44,8 +44,9 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
     name = _name_of(arguments)
     if not name:
         return _parse_help(command, arguments, verb)
-    parsed = _parse_config(command, load_config(name), arguments[1:], f"spmd {verb} {name}")
-    return parsed, _path_of(name)
+    file = find_file(name)
+    parsed = _parse_config(command, load_config(str(file)), arguments[1:], f"spmd {verb} {name}")
+    return parsed, file
 
 
 def _name_of(arguments: list[str]) -> str:
@@ -55,15 +56,11 @@ def _name_of(arguments: list[str]) -> str:
     return ""
 
 
-def _path_of(name: str) -> Path:
-    return shipped().get(name, Path(name))
-
-
 def _parse_help(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
     """Print the help of a command without a config, with the fields of a shipped one's model."""
     _check_asks_for_help(arguments, verb)
     parsed = _parse_config(command, load_config("demo"), arguments, f"spmd {verb} CONFIG")
-    return parsed, _path_of("demo")
+    return parsed, find_file("demo")
 
 
 def _parse_config(command: Any, config: TrainConfig, flags: list[str], usage: str) -> Any:
@@ -116,7 +113,7 @@ def parse_source(
     loaded = load_source(name)
     if isinstance(loaded, ConfigSource):
         command = _parse_config(config_command, loaded.config, flags, usage)
-        return ParsedSource(command, ConfigSource(command.config), _path_of(name))
+        return ParsedSource(command, ConfigSource(command.config), find_file(name))
     command, source = parse_step(step_command, loaded, flags, usage)
     return ParsedSource(command, source, loaded.file)
 

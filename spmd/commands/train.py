@@ -19,15 +19,18 @@ from spmd.resilience.generations import Generations, conditional_store
 from spmd.resilience.supervisor import ATTEMPTS, Worker, fork_obstacle, native_threads, supervise
 from spmd.run.build import planned_mesh
 from spmd.run.config import M
+from spmd.run.load_config import find_file
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import check, run_dir, train
 from spmd.sharding.mesh import AnyMesh
+from spmd.storage.address import is_address
 
 REJOIN_SECONDS = 60
 """Seconds in which all processes must have connected again after a crash. Then each supervisor ends
 as its process had ended, so that the launcher can start the run again on other hosts."""
 
 _LISTING_SECONDS = 30.0
+_DOWNLOAD_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ def run_supervised(arguments: list[str]) -> int:
     Where this process cannot be forked it trains itself.
     """
     threads = native_threads()
-    command, source = parse_command(TrainCommand, arguments, "train")
+    command, source = parse_command(TrainCommand, _with_local_config(arguments), "train")
     _check_restarts(command)
     began = command_start()
     if not command.config.recovery.supervisor:
@@ -94,6 +97,18 @@ def run_supervised(arguments: list[str]) -> int:
             command, resume="auto", take_over=False, launch_args=launch_args
         )
     return _train(command, source, worker.began or began, worker)
+
+
+def _with_local_config(arguments: list[str]) -> list[str]:
+    """Return the arguments with the local copy of a config in a bucket, which a fork downloads.
+
+    If it fails, the arguments are as they were, and reading the config says why.
+    """
+    if not arguments or not is_address(arguments[0]):
+        return arguments
+    address = arguments[0]
+    local = call_in_fork(lambda: str(find_file(address)), _DOWNLOAD_SECONDS)
+    return [local or address, *arguments[1:]]
 
 
 def _newest_checkpoint(folder: RunDir) -> int:

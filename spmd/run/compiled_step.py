@@ -29,7 +29,7 @@ from spmd.errors import CheckpointError, ConfigError, Problem
 from spmd.resilience.consistency import source_fingerprint
 from spmd.run.config import config_values
 from spmd.run.run_config import RunConfig
-from spmd.run.run_dir import RunDir
+from spmd.run.run_dir import COMPILED_STEP, RunDir
 from spmd.sharding.mesh import AnyMesh
 from spmd.training.compilation_cache import instructions
 from spmd.training.loop import Hook
@@ -123,18 +123,16 @@ def load_compiled_step(
     Raises:
         ConfigError: The config names a file, and it cannot be used.
     """
-    path = folder.compiled_step
-    where = str(folder.location / path.name)
+    where = str(folder.location / COMPILED_STEP)
     if _is_named(config):
-        path = Path(config.compiled_step).expanduser()
-        where = str(path)
+        where = str(Path(config.compiled_step).expanduser())
     is_compiled = has_programs(step, batch)
     data = None
     serialized = None
     reason = _ABSENT
     try:
-        if config.compiled_step != NONE and not is_compiled:
-            data = read_bytes(path)
+        if not is_compiled:
+            data = _read_file(config, folder)
     except OSError as error:
         reason = f"it cannot be read: {error.strerror}"
     if data is not None:
@@ -178,6 +176,15 @@ def finish_loading(result: LoadResult, step: AnyStep, batch: Any, config: RunCon
         return _refused(result.where, reason, config)
     install_programs(step, batch, programs)
     return dataclasses.replace(result, programs=None)
+
+
+def _read_file(config: RunConfig, folder: RunDir) -> bytes | None:
+    """Return the content of a run's file; None if there is none, or none may be read."""
+    if config.compiled_step == NONE:
+        return None
+    if _is_named(config):
+        return read_bytes(Path(config.compiled_step).expanduser())
+    return read_bytes(folder.compiled_step)
 
 
 def _is_named(config: RunConfig) -> bool:

@@ -22,6 +22,8 @@ from typing import Any
 
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, nearest_file
 from spmd.run.config import TrainConfig
+from spmd.storage.address import BucketPath, is_address, parse_address
+from spmd.storage.download import download
 from spmd.training.loop import refuse_training
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -137,7 +139,7 @@ class UserFile:
 def load_config(name: str) -> TrainConfig:
     """Execute a config file and return its `config`.
 
-    The file is a path, or a shipped config such as `demo`.
+    The file is a path, one in a bucket, or a shipped config such as `demo`.
 
     Raises:
         ConfigError: The file does not exist, fails, or defines no `TrainConfig` named `config`.
@@ -146,7 +148,12 @@ def load_config(name: str) -> TrainConfig:
 
 
 def find_file(name: str) -> Path:
-    """Return the path of a file, or of a shipped config such as `demo`."""
+    """Return the path of a file, or of a shipped config such as `demo`.
+
+    Of a file in a bucket, that of its local copy, with copies of the Python files below its folder.
+    """
+    if is_address(name):
+        return _local_copy(parse_address(name))
     path = Path(name)
     if path.suffix != ".py":
         path = shipped().get(name, path)
@@ -158,6 +165,24 @@ def find_file(name: str) -> Path:
         problem = Problem(name, "is neither a file nor a shipped config", fix=fix)
         raise ConfigError("Config not found:", [problem])
     return path
+
+
+def _local_copy(address: BucketPath) -> Path:
+    """Download a config with the Python files below its folder; return its local path."""
+    problem = Problem(str(address), "does not exist")
+    if not _is_source(address.name):
+        problem = Problem(
+            str(address), "is no Python file", fix=f"{address}/config.py, if it is a run"
+        )
+    else:
+        path = download(address.parent, _is_source) / address.name
+        if path.is_file():
+            return path
+    raise ConfigError("Config not found:", [problem])
+
+
+def _is_source(name: str) -> bool:
+    return name.endswith(".py")
 
 
 def load_function(target: str) -> Callable[..., Any]:

@@ -24,9 +24,6 @@ from spmd.run.init_from import initial_state
 from spmd.run.token_scores import TokenScorer
 from spmd.training.evaluated_params import evaluated_params
 
-REFERENCE = "reference"
-"""Folder in a run with the log-probabilities of its pairs."""
-
 
 def pairs_with_reference(parts: Iterable[RandomAccessDataset]) -> list[PackedPairs]:
     """Return rows with places for a reference model's log-probabilities, each once."""
@@ -37,11 +34,11 @@ def pairs_with_reference(parts: Iterable[RandomAccessDataset]) -> list[PackedPai
     return list(found.values())
 
 
-def keep_references(parts: Iterable[PackedPairs], run: Path) -> None:
+def keep_references(parts: Iterable[PackedPairs], folder: Path) -> None:
     """Set the folder of rows' log-probabilities: they are read from there unless computed anew."""
     for part in parts:
         assert part.reference is not None, "others have no places"
-        part.reference.keep_in(run / REFERENCE)
+        part.reference.keep_in(folder)
 
 
 def compute_references(
@@ -65,9 +62,9 @@ def compute_references(
 
 
 def find_references(
-    setup: TrainSetup, parts: Iterable[PackedPairs], run: Path, rows: int = 0
+    setup: TrainSetup, parts: Iterable[PackedPairs], folder: Path, rows: int = 0
 ) -> None:
-    """Give rows the log-probabilities in a run's folder; compute missing ones.
+    """Give rows the log-probabilities in a folder; compute missing ones.
 
     The reference model is made again from the config: with the parameters of `init`, or the seed.
 
@@ -75,7 +72,7 @@ def find_references(
         rows: The first rows of each part to compute; 0 for all.
     """
     listed = list(parts)
-    keep_references(listed, run)
+    keep_references(listed, folder)
     missing = [part for part in listed if part.reference and not part.reference.path.exists()]
     if missing:
         for _ in fill_references(setup, missing, initial_state(setup), rows):

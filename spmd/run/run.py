@@ -29,6 +29,7 @@ from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
 from spmd.resilience.supervisor import Worker
+from spmd.run.program_cache import cache_problems
 from spmd.run.run_dir import METRICS, Resume
 from spmd.run.run_spec import RunSpec
 from spmd.run.session import RunResult, train_in_folder
@@ -77,6 +78,9 @@ class Run(RunSpec):
         problems = broadcast_problems(self.config.writers.login_problems)
         if problems:
             raise ConfigError("Metrics cannot be written:", problems)
+        problems = broadcast_problems(lambda: cache_problems(self.config.compilation_cache_dir))
+        if problems:
+            raise ConfigError("Programs cannot be cached:", problems)
         resumes = self.run_dir.check_use_together(resume)
         traced = parse_steps(profile)
         is_first = jax.process_index() == 0

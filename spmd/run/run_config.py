@@ -8,6 +8,7 @@ from spmd.errors import ConfigError, Problem, check_fields, check_local, check_t
 from spmd.observe.mlflow_writer import MLflowConfig
 from spmd.observe.wandb_writer import WandBConfig
 from spmd.observe.writers import WriterConfig, WriterName
+from spmd.storage.address import location_problems
 
 FieldRules = Mapping[str, str | Sequence[Any]]
 """Rules of fields by their dotted names, as `spmd.errors.check_fields` reads them."""
@@ -131,8 +132,8 @@ class RunConfig:
     keep_best: int = 1
     """Number of checkpoints with the lowest validation loss to keep in addition."""
     compilation_cache_dir: str = ""
-    """JAX's persistent compilation cache; none: disabled; empty: JAX_COMPILATION_CACHE_DIR, or
-    ~/.cache/spmd/programs."""
+    """JAX's persistent compilation cache, a folder or gs:// or s3:// path; none: disabled; empty:
+    JAX_COMPILATION_CACHE_DIR, or ~/.cache/spmd/programs."""
     compiled_step: str = ""
     """File of the compiled step, as `spmd compile` writes it; it is unpickled, so who can write to it
     executes code. none: nothing is loaded or written; empty: that of the run folder, written when
@@ -185,7 +186,7 @@ class RunConfig:
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of the values; subclasses add their own."""
         yield from check_fields(self, self.field_rules)
-        yield from check_local("compilation_cache_dir", self.compilation_cache_dir)
+        yield from location_problems("compilation_cache_dir", self.compilation_cache_dir)
         yield from check_local("compiled_step", self.compiled_step)
         names = get_args(WriterName)
         for name in self.metrics_to:

@@ -77,6 +77,10 @@ _OWNER = re.compile(r"process-(\d+)\.")
 _TRACES = "profile/"
 _START_SECONDS = 30.0
 """Seconds until a bucket that does not answer before a run is an error."""
+COMPILED_STEP = "compiled_step"
+_REFERENCE = "reference"
+_LARGE = (COMPILED_STEP, f"{_REFERENCE}/", "tensorboard/")
+"""Beginnings of names of files in a bucket that few commands read: they are downloaded by those."""
 _IN_BUCKET_ALONE = ("lease/", "checkpoints/", "generations/")
 """Parts of a run that have no copy in the local folder."""
 
@@ -126,8 +130,19 @@ class RunDir:
 
     @property
     def compiled_step(self) -> Path:
-        """File of the compiled step."""
-        return self.path / "compiled_step"
+        """File of the compiled step; downloaded for a run in a bucket."""
+        return self._fetched(COMPILED_STEP)
+
+    @property
+    def reference(self) -> Path:
+        """Folder of the reference model's log-probabilities; downloaded for a run in a bucket."""
+        return self._fetched(_REFERENCE)
+
+    def _fetched(self, name: str) -> Path:
+        """Return the local path of a file or a folder, downloaded if it is in a bucket alone."""
+        if self.mirror is not None:
+            self.mirror.fetch(lambda file: file == name or file.startswith(f"{name}/"))
+        return self.path / name
 
     @property
     def log(self) -> Path:
@@ -414,7 +429,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _is_wanted(name: str) -> bool:
     """Return whether a process needs a file of a run: its own, and on process 0 all but traces."""
-    if name.startswith((_TRACES, "tensorboard/")):
+    if name.startswith((_TRACES, *_LARGE)):
         return False
     return _is_own(name) or not _OWNER.match(name.rpartition("/")[2])
 

@@ -58,12 +58,13 @@ from spmd.run.memory import (
     StateMemory,
     restored_state,
 )
+from spmd.run.program_cache import program_cache
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog
 from spmd.run.run_spec import RunSpec
 from spmd.run.supervision import Supervision
 from spmd.run.transforms import optional_states
-from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
+from spmd.training.compilation_cache import cache_fault
 from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
 from spmd.training.serialized_step import LoweringCheck
@@ -167,7 +168,7 @@ def train_in_folder(
     folder = run.run_dir
     with contextlib.ExitStack() as stack:
         fault = cache_fault(run.step.mesh.shape["pipe"])
-        stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
+        stack.enter_context(program_cache(config.compilation_cache_dir, lease.show))
         stack.enter_context(folder.uploads(lease))
         log = stack.enter_context(ProcessLog(folder.log))
         stack.enter_context(also_said_by(log.say))

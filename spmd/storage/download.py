@@ -47,9 +47,8 @@ def download(path: BucketPath, wanted: Callable[[str], bool] = lambda name: True
     Return the local file or folder. Objects that were deleted in the bucket are removed here.
     """
     beside = Bucket(path.parent)
-    root = DOWNLOADS.expanduser() / path.scheme / path.bucket
     if path.name in beside.list(path.name):
-        folder = root / path.parent.key
+        folder = local_folder(path.parent)
         _update(beside, folder, [path.name])
         return folder / path.name
     objects = Bucket(path)
@@ -57,7 +56,7 @@ def download(path: BucketPath, wanted: Callable[[str], bool] = lambda name: True
     if not names:
         problem = Problem(str(path), "does not exist", "no object has this key or is below it")
         raise StorageError("Not found:", [problem])
-    folder = root / path.key
+    folder = local_folder(path)
     _update(objects, folder, names)
     for file in folder.rglob("*"):
         name = file.relative_to(folder).as_posix()
@@ -65,6 +64,11 @@ def download(path: BucketPath, wanted: Callable[[str], bool] = lambda name: True
         if is_object and wanted(name) and name not in names:
             file.unlink(missing_ok=True)
     return folder
+
+
+def local_folder(path: BucketPath) -> Path:
+    """Return the folder of the local copies of the objects below a path; it may not exist."""
+    return DOWNLOADS.expanduser() / path.scheme / path.bucket / path.key
 
 
 def _update(objects: Bucket, folder: Path, names: list[str]) -> None:

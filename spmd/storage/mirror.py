@@ -17,7 +17,9 @@ come.
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 import sys
@@ -40,6 +42,8 @@ LAST_SECONDS = 120.0
 """Seconds of repeated requests for the uploads at the end."""
 
 _PART = re.compile(r"(.+)\.parts/([0-9a-f]{16})-([0-9]{6,}\.[0-9]{6})-([0-9]{15})")
+_PREFIX, _LOCK = "spmd-files-", ".lock"
+"""Names of temporary folders and of their locks."""
 _UNFINISHED = (".tmp", ".unfinished", ".writing")
 _TAIL = 4096
 
@@ -83,8 +87,7 @@ class Mirror:
     def __init__(self, bucket: Bucket, excluded: tuple[str, ...] = ()) -> None:
         self.bucket = bucket
         self._excluded = excluded
-        self.folder = Path(tempfile.mkdtemp(prefix="spmd-"))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder = _temporary_folder(self)
         self._uploaded: dict[str, _Uploaded] = {}
         self._lock = threading.Lock()
         self._is_writing = False
@@ -99,6 +102,22 @@ class Mirror:
         """
         if self._is_writing:
             return
+        found = self._listed(wanted)
+        for name, parts in found.items():
+            self._pull_file(name, parts)
+        for name in filter(wanted, self._uploaded.keys() - found.keys()):
+            (self.folder / name).unlink(missing_ok=True)
+            del self._uploaded[name]
+
+    def fetch(self, wanted: Callable[[str], bool]) -> None:
+        """Download files that are not here, also while this object uploads others."""
+        with self._lock:
+            for name, parts in self._listed(wanted).items():
+                if not (self.folder / name).exists():
+                    self._pull_file(name, parts)
+
+    def _listed(self, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
+        """Return name → names of the parts, of the wanted files in the bucket."""
         parts: dict[str, list[str]] = {}
         whole: list[str] = []
         for name in self.bucket.list():
@@ -107,11 +126,7 @@ class Mirror:
                 parts.setdefault(part[1], []).append(name)
             elif not name.startswith(self._excluded) and not name.endswith("/") and wanted(name):
                 whole.append(name)
-        for name in whole:
-            self._pull_file(name, parts.get(name, []))
-        for name in self._uploaded.keys() - set(whole):
-            (self.folder / name).unlink(missing_ok=True)
-            del self._uploaded[name]
+        return {name: parts.get(name, []) for name in whole}
 
     def _pull_file(self, name: str, parts: list[str]) -> None:
         """Write a file to the folder, joined from its parts."""
@@ -308,6 +323,32 @@ class Mirror:
         while parts:
             self.bucket.delete(parts[-1])
             parts.pop()
+
+
+def _temporary_folder(owner: object) -> Path:
+    """Make a temporary folder; it is removed with `owner`, or after its process was killed.
+
+    A process holds the lock of a file beside the folder as long as it lives.
+    """
+    root = Path(tempfile.gettempdir())
+    for abandoned in root.glob(f"{_PREFIX}*{_LOCK}"):
+        with contextlib.suppress(OSError), abandoned.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(abandoned)
+    number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    folder = Path(name.removesuffix(_LOCK))
+    folder.mkdir(mode=0o700)
+    weakref.finalize(owner, _remove, Path(name), number)
+    return folder
+
+
+def _remove(lock: Path, number: int | None = None) -> None:
+    """Remove a temporary folder and its lock, which is closed if it is this process's."""
+    shutil.rmtree(str(lock).removesuffix(_LOCK), ignore_errors=True)
+    lock.unlink(missing_ok=True)
+    if number is not None:
+        os.close(number)
 
 
 def _latest(parts: list[str], tag: str) -> list[str]:

@@ -34,11 +34,11 @@ def cache_dir(configured: str) -> Path | None:
     folder = configured or jax.config.values["jax_compilation_cache_dir"]
     if folder:
         return Path(folder).expanduser()
-    digest = hashlib.sha256(_processor().encode()).hexdigest()
+    digest = hashlib.sha256(processor().encode()).hexdigest()
     return Path("~/.cache/spmd/programs").expanduser() / digest[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return a text for this kind of processor, different for other sets of instructions."""
     return platform.machine() + platform.processor() + _instructions_line()
 

@@ -2,10 +2,15 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +31,15 @@ from spmd.data.loader import DataConfig
 from spmd.data.sources import find_files
 from spmd.data.text_dataset import open_text
 from spmd.data.tokenizer import load_tokenizer
-from spmd.errors import CheckpointError, DataError, StorageError
+from spmd.errors import CheckpointError, ConfigError, DataError, StorageError
 from spmd.hf.safetensors import SafetensorsFile, StoredTensor, write_safetensors
 from spmd.hf.stored_bytes import BucketBytes, DamagedBytesError
 from spmd.resilience import lease as lease_module
 from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
+from spmd.run import program_cache as program_cache_module
+from spmd.run.load_config import find_file
+from spmd.run.program_cache import Programs, cache_problems, program_cache
 from spmd.run.run_dir import METRICS, RunDir
 from spmd.storage import bucket as bucket_module
 from spmd.storage import download as download_module
@@ -44,6 +52,7 @@ from tests.chats import write_tokenizer
 from tests.google_storage import google_storage
 from tests.object_stores import FaultProxy, environment, started_servers
 from tests.tiers import soak_but
+from tests.train_runs import ROOT
 from tests.unit.test_image_shards import encoded, write_tar
 
 STORES = ("s3", "gs")
@@ -440,6 +449,117 @@ def test_weights_are_read_in_ranges(servers, key, kind, tmp_path, monkeypatch):
             BucketBytes(objects, path.name)
     with pytest.raises(FileNotFoundError):
         BucketBytes(objects, "other.safetensors")
+
+
+def test_a_file_that_few_read_is_fetched_where_it_is_read(s3, key):
+    """Beside the files of a mirror that uploads; a later pull of the others leaves it, and one that is here stays."""
+    objects = bucket(s3, key)
+    objects.write("plan.txt", b"plan")
+    objects.write("reference/a.npz", b"a")
+    run_dir = RunDir(locate(s3.address(key)))
+    assert [path.name for path in run_dir.path.rglob("*") if path.is_file()] == ["plan.txt"]
+    with run_dir.mirror.uploads(1, lambda name: True, lambda: None, print):
+        assert (run_dir.reference / "a.npz").read_bytes() == b"a"
+    (run_dir.reference / "a.npz").write_bytes(b"changed")
+    run_dir.mirror.pull(lambda name: name == "plan.txt")
+    assert (run_dir.reference / "a.npz").read_bytes() == b"changed"
+
+
+LEAVE_FILES = """
+import os, sys
+from spmd.storage.address import locate
+from spmd.storage.bucket import Bucket
+from spmd.storage.mirror import Mirror
+
+mirror = Mirror(Bucket(locate("s3://bucket/run")))
+print(mirror.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_files_of_a_killed_process_are_removed(tmp_path, monkeypatch):
+    """By the next one on this machine, once it is killed, and not before."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", LEAVE_FILES]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as process:
+        folder = Path(process.stdout.readline().decode().strip())
+        (folder / "metrics.jsonl").write_text("1")
+        Mirror(Bucket(locate("s3://bucket/run")))
+        assert (folder / "metrics.jsonl").exists()
+        process.kill()
+    mirror = Mirror(Bucket(locate("s3://bucket/run")))
+    assert not folder.exists()
+    assert {path.stem for path in tmp_path.iterdir()} == {mirror.folder.name}
+
+
+def test_programs_are_shared_through_a_bucket(s3, key, tmp_path, monkeypatch):
+    """What one host has compiled, another finds; half of a file, as a kill leaves it, is neither shared nor used."""
+    objects = bucket(s3, key)
+    address = s3.address(key)
+    folders = []
+    for host in ("first", "second"):
+        monkeypatch.setenv("HOME", str(tmp_path / host))
+        with program_cache(address, print):
+            folders.append(Path(jax.config.values["jax_compilation_cache_dir"]))
+            if host == "first":
+                (folders[0] / "jit_step-1-cache").write_bytes(b"program")
+                (folders[0] / "jit_step-1-atime").write_bytes(b"0")
+        (name,) = objects.list()
+        assert name.startswith(f"jax-{jax.__version__}-cpu-")
+        assert name.endswith("/jit_step-1-cache")
+    assert folders[0] != folders[1]
+    assert (folders[1] / "jit_step-1-cache").read_bytes() == b"program"
+    (folders[1] / "jit_step-2-cache").write_bytes(b"half")
+    with program_cache(address, print):
+        assert not (folders[1] / "jit_step-2-cache").exists()
+    assert objects.list() == [name]
+    assert jax.config.values["jax_compilation_cache_dir"] != str(folders[1])
+
+
+def test_a_program_that_is_being_written_waits(s3, key, tmp_path, monkeypatch):
+    """Until it has kept its size from one look to the next."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    objects = bucket(s3, key)
+    programs = Programs(locate(s3.address(key)), print)
+    programs.download()
+    file = programs.folder / "jit_step-1-cache"
+    file.write_bytes(b"half")
+    programs.upload()
+    file.write_bytes(b"whole program")
+    programs.upload()
+    assert not objects.list()
+    programs.upload()
+    assert objects.read(file.name) == b"whole program"
+
+
+def test_without_a_store_programs_are_compiled(s3, key, tmp_path, monkeypatch):
+    """It is said; where the bucket does not exist, it is a problem before a run."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(program_cache_module, "_PATIENCE", 0.1)
+    said = []
+    with FaultProxy(s3, "cut") as proxy, program_cache(s3.through(proxy, key), said.append):
+        pass
+    assert "programs are compiled, not read" in said[-1]
+    (problem,) = cache_problems("s3://no-such-bucket/programs")
+    assert "does not exist" in problem.what
+    assert not cache_problems(s3.address(key))
+    assert not cache_problems("none")
+
+
+def test_a_config_in_a_bucket_has_the_modules_beside_it(s3, key, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    objects = bucket(s3, key)
+    objects.write("config.py", b"")
+    objects.write("parts/model.py", b"")
+    objects.write("corpus.txt", b"")
+    file = find_file(s3.address(f"{key}/config.py"))
+    below = sorted(path.relative_to(file.parent) for path in file.parent.rglob("*.*"))
+    assert list(map(str, below)) == [".versions.json", "config.py", "parts/model.py"]
+    for name, expected in (("other.py", "does not exist"), ("config", "config/config.py")):
+        with pytest.raises(ConfigError, match=expected):
+            find_file(s3.address(f"{key}/{name}"))
 
 
 def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):

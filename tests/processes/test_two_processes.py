@@ -94,6 +94,15 @@ def folder(written):
     return written
 
 
+@pytest.fixture(scope="module")
+def exported(folder):
+    """The parameters of that run as a Hugging Face folder."""
+    out = folder / "hf"
+    command = [sys.executable, "-m", "spmd.cli", "export", str(folder / "whole"), "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return out
+
+
 def assert_joins(folder, out, **where):
     """The run in `out`, resumed, is bitwise the one that nothing interrupted."""
     train(folder / "tiny.py", out, "--resume", "auto", **TWO, **where)
@@ -107,7 +116,6 @@ def assert_goes_on_from(out, *steps):
         assert (checkpoints.latest_valid() in steps, checkpoints.damaged) == (True, {})
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 def test_processes_that_differ_stop_before_the_first_step(written, place):
     """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
@@ -123,20 +131,9 @@ def test_processes_that_differ_stop_before_the_first_step(written, place):
 
 
 @pytest.mark.soak
-@pytest.mark.soak
-def test_both_start_from_a_hugging_face_folder(folder, place):
+def test_both_start_from_a_hugging_face_folder(folder, exported, place):
     """Each process reads its own shards, and both train as one process that read all."""
-    command = (
-        sys.executable,
-        "-m",
-        "spmd.cli",
-        "export",
-        str(folder / "whole"),
-        "--out",
-        str(folder / "hf"),
-    )
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    flags = ("--init", folder / "hf", "--steps", 3, "--optimizer.warmup-steps", 1)
+    flags = ("--init", exported, "--steps", 3, "--optimizer.warmup-steps", 1)
     started = place(folder / "started")
     alone = place(folder / "alone")
     train(folder / "tiny.py", started, *flags, **TWO)
@@ -146,7 +143,6 @@ def test_both_start_from_a_hugging_face_folder(folder, place):
     assert ours[0] < drawn[0] - 0.1
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_one_that_is_told_to_go_takes_the_other_along(number, folder, place):
@@ -162,7 +158,6 @@ def test_one_that_is_told_to_go_takes_the_other_along(number, folder, place):
     assert_joins(folder, out)
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 def test_data_that_hang_on_one_end_both(folder, place):
     """Process 1 gets no more batches: both end within a minute, at least one with 70 and every thread's stack."""
@@ -183,7 +178,6 @@ def test_data_that_hang_on_one_end_both(folder, place):
     assert_goes_on_from(out, *range(5, 30, 5))
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 @pytest.mark.parametrize("dead", [0, 1])
 def test_one_that_dies_takes_the_other_down(folder, dead, place):
@@ -207,7 +201,6 @@ def test_one_that_dies_takes_the_other_down(folder, dead, place):
 
 
 @pytest.mark.soak
-@pytest.mark.soak
 def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder, place):
     """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
     out = place(folder / "unwritten")
@@ -221,7 +214,6 @@ def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder, plac
     assert_goes_on_from(out, 5)
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 def test_one_that_fails_leaves_at_once(written, place):
     """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
@@ -239,7 +231,6 @@ def test_one_that_fails_leaves_at_once(written, place):
     assert_goes_on_from(out, *range(5, 30, 5))
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 def test_a_trace_on_one_of_them_disturbs_nobody(folder, place):
     """SIGUSR2 to process 1, which alone traces; the run is bitwise the whole."""
@@ -275,7 +266,6 @@ def test_a_cut_link_ends_both(folder):
 
 
 @pytest.mark.soak
-@pytest.mark.soak
 def test_the_one_that_waits_for_data_is_named(folder, place):
     """Process 1 reads slowly: once what was read ahead is used up, every line names it, with how long it waited."""
     (folder / "slow").write_text("--process-id 1")
@@ -291,7 +281,6 @@ def test_the_one_that_waits_for_data_is_named(folder, place):
     assert min(line["process_data_s_most"] for line in control) < 0.05
 
 
-@pytest.mark.soak
 @pytest.mark.soak
 def test_unequal_numbers_of_devices_are_named(written, place):
     """Before the first exchange, which JAX cannot make between them."""

@@ -102,7 +102,7 @@ BUCKET = "gs://bucket/a"
 @pytest.mark.parametrize(
     ("where", "use"),
     [
-        ("compilation_cache_dir", lambda path: spmd.RunConfig(compilation_cache_dir=path)),
+        ("compiled_step", lambda path: spmd.RunConfig(compiled_step=path)),
         ("folder", lambda path: RunDir(Path(path))),
         ("out", lambda path: contextlib.ExitStack().enter_context(whole_folder(Path(path)))),
     ],

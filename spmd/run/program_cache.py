@@ -1,0 +1,140 @@
+"""Compilation cache of a run: a folder, or a path in a bucket for hosts that share no folder.
+
+JAX reads and writes a local folder. A bucket's programs are downloaded into it at the start, and
+what JAX adds to it is uploaded. A program's name has a digest of all that it was compiled from, so
+an object never changes.
+"""
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from spmd.errors import Problem, StorageError
+from spmd.storage.address import BucketPath, is_address, parse_address
+from spmd.storage.bucket import Bucket
+from spmd.storage.download import download, local_folder
+from spmd.training.compilation_cache import cache_dir, compilation_cache, processor
+
+_INTERVAL = 5.0
+"""Seconds between looks for new programs."""
+_PATIENCE = 30.0
+"""Seconds of repeated requests, after which programs are compiled."""
+_PROGRAMS = "*-cache"
+"""Names of JAX's files of programs."""
+
+
+def cache_problems(configured: str) -> Sequence[Problem]:
+    """Return why programs cannot be kept where a config says; nothing is written."""
+    path = _bucket_path(configured)
+    if path is None:
+        return ()
+    try:
+        Bucket(path, patience=_PATIENCE).check()
+    except StorageError as error:
+        return error.problems
+    return ()
+
+
+@contextlib.contextmanager
+def program_cache(configured: str, say: Callable[[str], object]) -> Iterator[None]:
+    """Cache programs in a block where a config says.
+
+    If a store does not answer, programs are compiled again, and a line says so.
+
+    Args:
+        configured: As for `cache_dir`, or a path in a bucket.
+        say: Shows a line.
+    """
+    path = _bucket_path(configured)
+    if path is None:
+        with compilation_cache(cache_dir(configured)):
+            yield
+        return
+    programs = Programs(path / _kind(), say)
+    programs.download()
+    with programs.uploads(), compilation_cache(programs.folder):
+        yield
+
+
+def _bucket_path(configured: str) -> BucketPath | None:
+    """Return the path in a bucket that a config or JAX's own setting names; None for a folder."""
+    named = configured or jax.config.values["jax_compilation_cache_dir"] or ""
+    if not is_address(named):
+        return None
+    return parse_address(named)
+
+
+class Programs:
+    """Programs of one kind of device and set of versions.
+
+    Attributes:
+        folder: Their local copies.
+    """
+
+    def __init__(self, path: BucketPath, say: Callable[[str], object]) -> None:
+        self.folder = local_folder(path)
+        self._path = path
+        self._bucket = Bucket(path, say, _PATIENCE)
+        self._say = say
+        self._shared = set[str]()
+        self._sizes: dict[str, int] = {}
+
+    def download(self) -> None:
+        """Download programs that are not here; remove leftovers of processes that were killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if self._bucket.list():
+                download(self._path)
+        except StorageError as error:
+            self._say(f"programs are compiled, not read from {self._path}: {error}")
+        self._shared.update(file.name for file in self.folder.glob(_PROGRAMS))
+
+    @contextlib.contextmanager
+    def uploads(self) -> Iterator[None]:
+        """Upload new programs at intervals, from a thread, and at the end of a block."""
+        stopped = threading.Event()
+
+        def keep_uploading() -> None:
+            while not stopped.wait(_INTERVAL):
+                self.upload()
+
+        thread = threading.Thread(target=keep_uploading, name="spmd-programs", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join(_PATIENCE)
+            self.upload(are_complete=True)
+
+    def upload(self, *, are_complete: bool = False) -> None:
+        """Upload programs that are not in the bucket.
+
+        Args:
+            are_complete: Nothing is being written; otherwise a file is uploaded that has the size of
+                the call before.
+        """
+        for file in sorted(self.folder.glob(_PROGRAMS)):
+            if file.name in self._shared:
+                continue
+            try:
+                size = file.stat().st_size
+                if are_complete or size == self._sizes.get(file.name):
+                    self._shared.add(file.name)  # also if it fails: it was tried for long enough
+                    self._bucket.create(file.name, file.read_bytes())
+                self._sizes[file.name] = size
+            except (StorageError, OSError) as error:
+                self._say(f"a compiled program is not shared: {error}")
+
+
+def _kind() -> str:
+    """Return a name for devices, compiler and, of simulated devices, the processor."""
+    device = jax.local_devices()[0]
+    words = [jax.__version__, device.client.platform_version, device.device_kind]
+    if device.platform == "cpu":
+        words.append(processor())
+    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()
+    return f"jax-{jax.__version__}-{device.platform}-{digest[:12]}"
