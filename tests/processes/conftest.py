@@ -1,6 +1,7 @@
-"""Where the runs of a test are: on a disk, or in a bucket of a real server."""
+"""Where the runs of a test are, on a disk or in a bucket of a real server, and the signals that they know."""
 
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,3 +26,11 @@ def place(request: pytest.FixtureRequest) -> Callable[[Path], Path | str]:
         return lambda path: path
     server: Server = request.getfixturevalue("s3_of_session")
     return lambda path: server.address(f"placed-{next(NUMBER)}/{path.name}")
+
+
+@pytest.fixture(autouse=True)
+def default_hang_up() -> Iterator[None]:
+    """A hang-up is not ignored, also if `nohup` started the tests: what they start inherits that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

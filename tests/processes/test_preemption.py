@@ -12,14 +12,6 @@ from tests.train_runs import PACED, Run, assert_same, losses, saved, state, trai
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
-@pytest.fixture(autouse=True)
-def default_hang_up():
-    """A hang-up is not ignored, also if `nohup` started the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_training_after_the_step(number):
     """The step that was running is the last, and its metrics are read."""

@@ -172,6 +172,39 @@ def test_what_a_run_starts_from_may_be_in_a_bucket(s3, key, whole, tmp_path):
 
 
 @pytest.mark.soak
+def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, whole, tmp_path):
+    """Its config is read there, too, and it trains under a supervisor as the folder does by `--init`."""
+    config, expected = whole
+    assert command("export", expected, "--out", tmp_path / "hf")[0] == 0
+    objects = Bucket(locate(s3.address(key)))
+    for file in (tmp_path / "hf").iterdir():
+        objects.write(f"hf/{file.name}", file.read_bytes())
+    made = s3.address(f"{key}/imported")
+    importing = ("import", s3.address(f"{key}/hf"), "--out", made, "--devices", "4")
+    code, text, errors = command(*importing)
+    assert code == 0, errors
+    assert f"spmd train {made}/config.py --init {made}" in text
+    assert objects.list("imported/checkpoints/steps/") == ["imported/checkpoints/steps/0.json"]
+    code, _, errors = command(*importing)
+    assert code == 2
+    assert f"{made}: contains a run" in errors
+    flags = ("--steps", 4, "--log-every", 1, "--data.source", config.parent / "corpus.txt")
+    shapes = ("--data.sequence", 16, "--data.batch", 8)
+    cache = ("--compilation-cache-dir", s3.address(f"{key}/programs"))
+    out = s3.address(f"{key}/tuned")
+    code, _, errors = command(
+        "train", f"{made}/config.py", "--init", made, "--out", out, *flags, *shapes, *cache
+    )
+    assert code == 0, errors
+    assert "without a supervisor" not in errors
+    assert any("jit__step" in name for name in objects.list("programs/"))
+    on_disk = tmp_path / "config.py"
+    on_disk.write_bytes(objects.read("imported/config.py"))
+    train(on_disk, tmp_path / "tuned", "--init", tmp_path / "hf", *flags, *shapes)
+    assert losses(out) == losses(tmp_path / "tuned")
+
+
+@pytest.mark.soak
 def test_two_processes_save_their_shards(s3, key, whole, tmp_path):
     config, expected = whole
     out = s3.address(key)

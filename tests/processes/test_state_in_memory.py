@@ -19,11 +19,15 @@ import pytest
 
 from spmd.distributed.local import free_port
 from spmd.run.run_dir import RunDir
+from spmd.storage.address import locate
+from tests.object_stores import FaultProxy
 from tests.train_runs import ROOT, assert_same, children, losses, metrics, state, train, write_tiny
 
 PROCESSES, EVERY, CHECKPOINT = 4, 1, 20
 KINDS = {"process": 50, "host": 30, "SIGTERM": 10, "all processes of all hosts": 10}
 """Kind of a kill → how often it is drawn."""
+OUTAGE = "outage of the store"
+OUTAGE_SECONDS = 8.0
 PACED = """
 import os
 import time
@@ -61,11 +65,19 @@ class Host:
 
 
 class Cluster:
-    """Four hosts with one process each, on this machine; each is started again when it has ended."""
+    """Four hosts with one process each, on this machine; each is started again when it has ended.
 
-    def __init__(self, config, out, steps):
+    Args:
+        out: The run folder, as the hosts name it.
+        folder: Where their output goes.
+        seen: The run folder, as this process names it.
+        proxy: The way from the hosts to the store of a run in a bucket.
+    """
+
+    def __init__(self, config, out, steps, folder, seen=None, proxy=None):
         port = free_port()
-        self.out = out
+        self.out = seen or out
+        self.proxy = proxy
         self.hosts = []
         for number in range(PROCESSES):
             flags = {
@@ -85,7 +97,7 @@ class Cluster:
             command = [sys.executable, "-m", "spmd_command", "train", str(config)]
             for flag, value in flags.items():
                 command += [flag, str(value)]
-            self.hosts.append(Host(number, command, out.with_name(f"{out.name}.{number}.txt")))
+            self.hosts.append(Host(number, command, folder / f"run.{number}.txt"))
 
     def __enter__(self):
         for host in self.hosts:
@@ -136,6 +148,13 @@ class Cluster:
             for each in self.hosts:
                 each.supervisor.wait()
 
+    def cut_store(self):
+        """Let the store be away for a while: training goes on."""
+        self.proxy.fault = "cut"
+        time.sleep(OUTAGE_SECONDS)
+        self.proxy.fault = "none"
+        self.await_step(self.step() + 1)
+
     def finish(self, seconds=240):
         """The exit codes, when all have ended with 0."""
         deadline = time.monotonic() + seconds
@@ -152,21 +171,24 @@ def resumed(text):
     return [(int(step), bool(memory)) for step, memory in found]
 
 
-def run_kills(kills, folder, seed, capsys):
-    """Kill a run at random moments, and compare it with one that nothing disturbed."""
-    config = write_tiny(folder, PACED)
-    steps = 12 * kills + 20
+def run_kills(cluster, kinds, kills, seed, capsys):
+    """Kill a run at random moments, until it ends; the steps computed twice of each kind and origin, and seconds."""
     rng = random.Random(seed)
     repeated = collections.defaultdict(list)
     recovery = collections.defaultdict(list)
-    with Cluster(config, folder / "run", steps) as cluster:
+    with cluster:
         cluster.await_step(3)
         for _ in range(kills):
-            (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+            (kind,) = rng.choices(list(kinds), list(kinds.values()))
             cluster.await_step(cluster.step() + rng.randint(2, 9))
             time.sleep(rng.uniform(0, 0.1))
+            if kind == OUTAGE:
+                before = resumed(cluster.text())
+                cluster.cut_store()
+                assert resumed(cluster.text()) == before, "an outage ends nothing"
+                continue
             before = len(resumed(cluster.text()))
-            committed = RunDir(folder / "run").newest_checkpoint() or 0
+            committed = RunDir(locate(cluster.out)).newest_checkpoint() or 0
             cluster.kill(kind, rng)
             began = time.monotonic()
             # a step may have ended at the moment of the kill
@@ -186,6 +208,11 @@ def run_kills(kills, folder, seed, capsys):
                 text = f"{kind} after step {reached}: from step {start}"
                 print(f"{text}, {recovery[kind][-1]:.1f} s", flush=True)
         cluster.finish()
+    return repeated, recovery
+
+
+def assert_no_trace(config, out, steps, folder):
+    """The metrics and the state of the run are those of one that nothing disturbed."""
     train(
         config,
         folder / "whole",
@@ -194,13 +221,17 @@ def run_kills(kills, folder, seed, capsys):
         processes=PROCESSES,
         devices=1,
     )
-    assert losses(folder / "run") == losses(folder / "whole")
+    assert losses(out) == losses(folder / "whole")
     assert_same(
-        state(config, folder / "run", steps, fsdp=4),
+        state(config, out, steps, fsdp=4),
         state(config, folder / "whole", steps, fsdp=4),
     )
+
+
+def show(title, repeated, recovery, capsys):
+    """Print what a test has counted."""
     with capsys.disabled():
-        print(f"\n{kills} kills of {PROCESSES} processes, seed {seed}:")
+        print(f"\n{title}:")
         for (kind, in_memory), counts in sorted(repeated.items()):
             origin = "memory" if in_memory else "a checkpoint"
             print(
@@ -211,18 +242,41 @@ def run_kills(kills, folder, seed, capsys):
             ordered = sorted(seconds)
             median = ordered[len(ordered) // 2]
             print(f"  {kind:26} recovered in {median:.1f} s (median), {ordered[-1]:.1f} s at most")
-    for (kind, in_memory), counts in repeated.items():
-        # the save that a kill has ended does not count, and another one begins when it has ended
-        most = EVERY if in_memory else 2 * CHECKPOINT
-        assert max(counts) <= most, (kind, counts)
-        if kind in ("process", "host"):
-            assert in_memory
-    return repeated
 
 
 @pytest.mark.soak
 def test_fifty_kills_leave_no_trace(tmp_path, capsys):
     """Of a process, of all of a host, SIGTERM, and of everything: bitwise the undisturbed run."""
     kills, seed = int(os.environ.get("KILLS", 50)), int(os.environ.get("KILLS_SEED", 1))
-    repeated = run_kills(kills, tmp_path, seed, capsys)
+    config = write_tiny(tmp_path, PACED)
+    out, steps = tmp_path / "run", 12 * kills + 20
+    cluster = Cluster(config, out, steps, tmp_path)
+    repeated, recovery = run_kills(cluster, KINDS, kills, seed, capsys)
+    assert_no_trace(config, out, steps, tmp_path)
+    show(f"{kills} kills of {PROCESSES} processes, seed {seed}", repeated, recovery, capsys)
+    for (kind, in_memory), counts in repeated.items():
+        # the save that a kill has ended does not count, and another one begins when it has ended
+        most = EVERY if in_memory else 2 * CHECKPOINT
+        assert max(counts) <= most, (kind, counts)
+        if kind in ("process", "host"):
+            assert in_memory
     assert {kind for kind, _ in repeated} == set(KINDS)
+
+
+@pytest.mark.soak
+def test_kills_of_a_run_in_a_bucket_leave_no_trace(tmp_path, capsys, s3_of_session):
+    """The same kills, and outages of the store between them.
+
+    Metrics are in the bucket some seconds late, so steps that were computed twice are not counted.
+    """
+    kills, seed = int(os.environ.get("BUCKET_KILLS", 20)), int(os.environ.get("KILLS_SEED", 1))
+    config = write_tiny(tmp_path, PACED.replace("0.05", "0.4"))
+    key, steps = f"killed-{seed}", 40 * kills + 20
+    with FaultProxy(s3_of_session) as proxy:
+        out = s3_of_session.address(key)
+        through = s3_of_session.through(proxy, key)
+        cluster = Cluster(config, through, steps, tmp_path, out, proxy)
+        repeated, recovery = run_kills(cluster, {**KINDS, OUTAGE: 25}, kills, seed, capsys)
+    assert_no_trace(config, out, steps, tmp_path)
+    show(f"{kills} kills and outages in a bucket, seed {seed}", {}, recovery, capsys)
+    assert all(in_memory for kind, in_memory in repeated if kind in ("process", "host"))
