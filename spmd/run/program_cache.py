@@ -1,4 +1,4 @@
-"""Compilation cache of a run: a folder, or a path in a bucket for hosts that share no folder.
+"""Compilation cache of a run: a folder, or a path in a bucket.
 
 JAX reads and writes a local folder. A bucket's programs are downloaded into it at the start, and
 what JAX adds to it is uploaded. A program's name has a digest of all that it was compiled from, so
@@ -60,7 +60,7 @@ def program_cache(configured: str, say: Callable[[str], object]) -> Iterator[Non
 
 
 def _bucket_path(configured: str) -> BucketPath | None:
-    """Return the path in a bucket that a config or JAX's own setting names; None for a folder."""
+    """Return the path in a bucket, by the config or JAX's own setting; None for a folder."""
     named = configured or jax.config.values["jax_compilation_cache_dir"] or ""
     if not is_address(named):
         return None
@@ -83,7 +83,7 @@ class Programs:
         self._sizes: dict[str, int] = {}
 
     def download(self) -> None:
-        """Download programs that are not here; remove leftovers of processes that were killed."""
+        """Download missing programs, and remove leftovers of killed processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self._bucket.list():
@@ -111,7 +111,7 @@ class Programs:
             self.upload(are_complete=True)
 
     def upload(self, *, are_complete: bool = False) -> None:
-        """Upload programs that are not in the bucket.
+        """Upload new programs.
 
         Args:
             are_complete: Nothing is being written; otherwise a file is uploaded that has the size of

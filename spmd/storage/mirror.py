@@ -110,7 +110,7 @@ class Mirror:
             del self._uploaded[name]
 
     def fetch(self, wanted: Callable[[str], bool]) -> None:
-        """Download files that are not here, also while this object uploads others."""
+        """Download missing files, also while this object uploads others."""
         with self._lock:
             for name, parts in self._listed(wanted).items():
                 if not (self.folder / name).exists():
@@ -344,7 +344,7 @@ def _temporary_folder(owner: object) -> Path:
 
 
 def _remove(lock: Path, number: int | None = None) -> None:
-    """Remove a temporary folder and its lock, which is closed if it is this process's."""
+    """Remove a temporary folder and its lock, and close the lock's descriptor."""
     shutil.rmtree(str(lock).removesuffix(_LOCK), ignore_errors=True)
     lock.unlink(missing_ok=True)
     if number is not None:

@@ -1,5 +1,6 @@
 """Two processes of one run, and what may happen to one of them: the other never hangs, and no step is lost."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -94,6 +95,16 @@ def folder(written):
     return written
 
 
+@contextlib.contextmanager
+def fault(file, process):
+    """A fault of `FAULT`, in one of the processes, as long as the block lasts."""
+    file.write_text(f"--process-id {process}")
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
 @pytest.fixture(scope="module")
 def exported(folder):
     """The parameters of that run as a Hugging Face folder."""
@@ -164,14 +175,13 @@ def test_data_that_hang_on_one_end_both(folder, place):
     out = place(folder / "hung")
     with Run(folder / "tiny.py", out, *ALONE, "--recovery.deadline", 8, **TWO) as run:
         run.wait_for_step(7)
-        (folder / "fault").write_text("--process-id 1")
-        began = time.monotonic()
-        codes = run.codes(90)
+        with fault(folder / "fault", 1):
+            began = time.monotonic()
+            codes = run.codes(90)
         assert time.monotonic() - began < 60
         assert all(codes), codes
         hung = codes.index(EXIT_HUNG)
         assert "no progress for 8 s" in run.text(hung)
-    (folder / "fault").unlink()
     log = (files(out) / "logs" / f"process-{hung}.log").read_text()
     assert "Last finished: " in log
     assert "Thread 0x" in log
@@ -204,10 +214,8 @@ def test_one_that_dies_takes_the_other_down(folder, dead, place):
 def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder, place):
     """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
     out = place(folder / "unwritten")
-    (folder / "dying").write_text("--process-id 1")
-    with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
+    with fault(folder / "dying", 1), Run(folder / "tiny.py", out, *SOON, **TWO) as run:
         codes = run.codes(120)
-    (folder / "dying").unlink()
     assert codes[1] == -signal.SIGKILL
     assert codes[0] in (EXIT_LOST, -signal.SIGABRT)
     assert 10 not in saved(out)
@@ -220,11 +228,10 @@ def test_one_that_fails_leaves_at_once(written, place):
     out = place(written / "broken-run")
     with Run(written / "tiny.py", out, *SOON, **TWO) as run:
         run.wait_for_step(7)
-        (written / "broken").write_text("--process-id 0")
-        began = time.monotonic()
-        codes = run.codes(90)
+        with fault(written / "broken", 0):
+            began = time.monotonic()
+            codes = run.codes(90)
         assert time.monotonic() - began < 60
-    (written / "broken").unlink()
     assert codes[0] == 1
     assert "RuntimeError: metrics cannot be written" in run.text(0)
     assert codes[1] in (EXIT_LOST, -signal.SIGABRT)
@@ -268,10 +275,9 @@ def test_a_cut_link_ends_both(folder):
 @pytest.mark.soak
 def test_the_one_that_waits_for_data_is_named(folder, place):
     """Process 1 reads slowly: once what was read ahead is used up, every line names it, with how long it waited."""
-    (folder / "slow").write_text("--process-id 1")
     out = place(folder / "slowed")
-    train(folder / "tiny.py", out, "--steps", 24, "--log-every", 4, **TWO)
-    (folder / "slow").unlink()
+    with fault(folder / "slow", 1):
+        train(folder / "tiny.py", out, "--steps", 24, "--log-every", 4, **TWO)
     lines = [line for line in metrics(out) if "process_step_s_most" in line and line["step"] > 12]
     assert len(lines) == 3
     assert {line["process_of_data_s_most"] for line in lines} == {1}
