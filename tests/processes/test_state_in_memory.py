@@ -271,7 +271,7 @@ def test_kills_of_a_run_in_a_bucket_leave_no_trace(tmp_path, capsys, s3_of_sessi
     """
     kills, seed = int(os.environ.get("BUCKET_KILLS", 20)), int(os.environ.get("KILLS_SEED", 1))
     config = write_tiny(tmp_path, PACED.replace("0.05", "0.4"))
-    key, steps = f"killed-{seed}", 40 * kills + 20
+    key, steps = f"killed-{seed}", 20 * kills + 20
     with FaultProxy(s3_of_session) as proxy:
         out = s3_of_session.address(key)
         through = s3_of_session.through(proxy, key)

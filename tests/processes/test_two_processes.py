@@ -215,7 +215,7 @@ def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder, plac
     """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
     out = place(folder / "unwritten")
     with fault(folder / "dying", 1), Run(folder / "tiny.py", out, *SOON, **TWO) as run:
-        codes = run.codes(120)
+        codes = run.codes()
     assert codes[1] == -signal.SIGKILL
     assert codes[0] in (EXIT_LOST, -signal.SIGABRT)
     assert 10 not in saved(out)
