@@ -151,7 +151,7 @@ def run_eval(arguments: list[str]) -> int:
     if pairs:
         with spinner("finding log-probabilities of the reference model"):
             rows = math.ceil(command.tokens / config.data.sequence)
-            find_references(setup, pairs, run_dir.reference, rows)
+            find_references(setup, pairs, run_dir.fetch_reference(), rows)
     model, step = _restore(command, run_dir, setup.plan)
     if config.task == "dpo":
         of_pairs = evaluate_pairs(setup, model, sets, command.tokens)

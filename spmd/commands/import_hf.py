@@ -36,6 +36,7 @@ from spmd.run.run_dir import IMPORTED, RunDir
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.optimizer_state import ZeroStage
 from spmd.storage.address import Location, address_of, locate
+from spmd.storage.bucket import Bucket
 
 _DEFAULT_SEQUENCE = 2048
 
@@ -111,7 +112,10 @@ class _NewRun:
 
 @contextlib.contextmanager
 def _new_run(out: Location) -> Iterator[_NewRun]:
-    """Make a run folder, complete or not at all: in a bucket, the checkpoint comes last."""
+    """Make a run folder, complete or not at all.
+
+    In a bucket, it is a run from the moment that the checkpoint exists, which comes last.
+    """
     if isinstance(out, Path):
         with (
             shared_folder(out) as folder,
@@ -125,7 +129,8 @@ def _new_run(out: Location) -> Iterator[_NewRun]:
             run_dir.checkpoints,
             before_write=lease.renew,
             owner=lease.number,
-            before_commit=functools.partial(run_dir.upload_now, lease),
+            say=lease.show,
+            before_commit=functools.partial(run_dir.upload_all, lease),
         )
         with checkpoints:
             yield _NewRun(run_dir.path, checkpoints)
@@ -194,13 +199,19 @@ def _checked(
 
 def _out_problems(out: Location) -> list[Problem]:
     """Return why no run can be made at a place."""
+    fix = "choose another --out"
     problems: list[Problem] = []
-    if not isinstance(out, Path):
-        with collect_errors(problems):
-            if RunDir(out).has_run:
-                problems.append(Problem(str(out), "contains a run", fix="choose another --out"))
-    elif out.exists():
-        problems.append(Problem(str(out), "exists", fix="choose another --out"))
+    if isinstance(out, Path):
+        if out.exists():
+            problems.append(Problem(str(out), "exists", fix=fix))
+        return problems
+    with collect_errors(problems):
+        objects = Bucket(out).list()
+        if objects:
+            more = f"{len(objects):,} objects, the first {objects[0]}"
+            problems.append(Problem(str(out), "exists", more, fix))
+        elif Bucket(out.parent).exists(out.name):
+            problems.append(Problem(str(out), "is an object", fix=fix))
     return problems
 
 

@@ -19,7 +19,7 @@ from spmd.distributed.initialize import MOST_SIMULATED, SINGLE_PROCESS, prepare_
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.optim.config import fit_warmup
 from spmd.run.config import M, TrainConfig
-from spmd.run.load_config import find_file, load_config, shipped
+from spmd.run.load_config import find_file, load_config, local_target, shipped, split_target
 from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
 from spmd.sharding.mesh import MeshShape, simulate_devices
 
@@ -110,10 +110,11 @@ def parse_source(
         return ParsedSource(command, ConfigSource(command.config), file)
     flags = arguments[1:]
     usage = f"spmd {verb} {name}"
-    loaded = load_source(name)
+    target = local_target(name)
+    loaded = load_source(target)
     if isinstance(loaded, ConfigSource):
         command = _parse_config(config_command, loaded.config, flags, usage)
-        return ParsedSource(command, ConfigSource(command.config), find_file(name))
+        return ParsedSource(command, ConfigSource(command.config), find_file(target))
     command, source = parse_step(step_command, loaded, flags, usage)
     return ParsedSource(command, source, loaded.file)
 
@@ -140,7 +141,8 @@ def leave_devices_alone(arguments: list[str]) -> None:
 
     The file's step is planned for the machine of `--topology`, which may be absent.
     """
-    if not _name_of(arguments).partition(":")[0].endswith(".py"):
+    file, _ = split_target(_name_of(arguments))
+    if not file.endswith(".py"):
         return
     machine = parse_topology(value_of("--topology", arguments) or "cpu:1")
     prepare_platform(machine.platform)

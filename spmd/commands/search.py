@@ -25,6 +25,7 @@ from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.search import Candidate, Search, largest_batch, make_search, slice_sizes
 from spmd.run.step_source import ConfigSource, StepFile, StepSource
+from spmd.storage.download import original
 from spmd.tree import human_bytes
 
 _ROWS = 10
@@ -365,11 +366,11 @@ def _write(command: SearchCommand, topology: Topology, path: Path, best: Candida
 
 
 def _config_name(path: Path) -> str:
-    """Return the name of a shipped config by its file, or the path of another one."""
+    """Return the name of a shipped config by its file, or the place of another one."""
     for name, file in shipped().items():
         if file == path:
             return name
-    return str(path)
+    return original(path)
 
 
 def _code(value: Any, old: Any, expression: str) -> str:

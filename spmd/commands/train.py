@@ -19,7 +19,7 @@ from spmd.resilience.generations import Generations, conditional_store
 from spmd.resilience.supervisor import ATTEMPTS, Worker, fork_obstacle, native_threads, supervise
 from spmd.run.build import planned_mesh
 from spmd.run.config import M
-from spmd.run.load_config import find_file
+from spmd.run.load_config import local_target
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import check, run_dir, train
 from spmd.sharding.mesh import AnyMesh
@@ -104,10 +104,10 @@ def _with_local_config(arguments: list[str]) -> list[str]:
 
     If it fails, the arguments are as they were, and reading the config says why.
     """
-    if not arguments or not is_address(arguments[0]):
+    if sys.platform != "linux" or not arguments or not is_address(arguments[0]):
         return arguments
     address = arguments[0]
-    local = call_in_fork(lambda: str(find_file(address)), _DOWNLOAD_SECONDS)
+    local = call_in_fork(lambda: local_target(address), _DOWNLOAD_SECONDS)
     return [local or address, *arguments[1:]]
 
 

@@ -8,8 +8,9 @@ from spmd.distributed.native_output import REMATERIALIZATION, compiler_log
 from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spinner
 from spmd.run.compiled_step import NONE, step_key, write_bytes
-from spmd.run.run_dir import RunDir
+from spmd.run.run_dir import COMPILED_STEP, RunDir
 from spmd.run.step_source import ConfigSource
+from spmd.storage.address import Location
 from spmd.training.compilation_cache import compilation_cache
 from spmd.training.serialized_step import NotSerializableError, serialize_step
 
@@ -17,7 +18,7 @@ from spmd.training.serialized_step import NotSerializableError, serialize_step
 class Written(NamedTuple):
     """File of a compiled step, and its size in bytes."""
 
-    path: Path
+    path: Location
     size: int
 
 
@@ -36,12 +37,13 @@ def compile_ahead(
         MemoryError: The compiler finds no room for the step.
     """
     config = source.config
-    path = folder.compiled_step
     if config.compiled_step == NONE:
         problem = Problem("compiled_step", "is none", fix="a file, or nothing for the run folder's")
         raise ConfigError("There is nowhere to write the step:", [problem])
-    if config.compiled_step:
-        path = Path(config.compiled_step).expanduser()
+    is_of_run = not config.compiled_step
+    path = Path(config.compiled_step).expanduser()
+    if is_of_run:
+        path = folder.fetch_compiled_step()
     if topology.platform == "cuda":
         what = "are tuned by XLA on the GPU itself"
         fix = "spmd train writes its compiled step into the run folder, for its restarts"
@@ -65,4 +67,7 @@ def compile_ahead(
             problem = Problem(str(path), f"is not written: {error}")
             raise ConfigError("The step cannot be compiled ahead:", [problem]) from None
     write_bytes(path, data)
-    return Written(path, len(data))
+    if not is_of_run:
+        return Written(path, len(data))
+    folder.upload_compiled_step()
+    return Written(folder.location / COMPILED_STEP, len(data))

@@ -25,7 +25,7 @@ import jax
 from spmd.checkpoint.versions import library_versions
 from spmd.distributed.hosts import gather_json, plain_problems, read_problems
 from spmd.distributed.initialize import user_xla_flags
-from spmd.errors import CheckpointError, ConfigError, Problem
+from spmd.errors import CheckpointError, ConfigError, Problem, StorageError
 from spmd.resilience.consistency import source_fingerprint
 from spmd.run.config import config_values
 from spmd.run.run_config import RunConfig
@@ -135,6 +135,8 @@ def load_compiled_step(
             data = _read_file(config, folder)
     except OSError as error:
         reason = f"it cannot be read: {error.strerror}"
+    except StorageError as error:
+        reason = f"it cannot be read: {error}"
     if data is not None:
         try:
             serialized = _read_fitting(data, step_key(step, batch, config, source))
@@ -184,7 +186,7 @@ def _read_file(config: RunConfig, folder: RunDir) -> bytes | None:
         return None
     if _is_named(config):
         return read_bytes(Path(config.compiled_step).expanduser())
-    return read_bytes(folder.compiled_step)
+    return read_bytes(folder.fetch_compiled_step())
 
 
 def _is_named(config: RunConfig) -> bool:

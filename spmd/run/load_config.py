@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
+import re
 import runpy
 import shutil
 import sys
@@ -23,8 +24,11 @@ from typing import Any
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, nearest_file
 from spmd.run.config import TrainConfig
 from spmd.storage.address import BucketPath, is_address, parse_address
+from spmd.storage.bucket import Bucket
 from spmd.storage.download import download
 from spmd.training.loop import refuse_training
+
+_INIT = re.compile(r"[^/]+/__init__\.py")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 """Folder of the configs that ship with the package."""
@@ -168,21 +172,51 @@ def find_file(name: str) -> Path:
 
 
 def _local_copy(address: BucketPath) -> Path:
-    """Download a config with the Python files below its folder; return its local path."""
-    problem = Problem(str(address), "does not exist")
-    if not _is_source(address.name):
-        problem = Problem(
-            str(address), "is no Python file", fix=f"{address}/config.py, if it is a run"
-        )
-    else:
-        path = download(address.parent, _is_source) / address.name
-        if path.is_file():
-            return path
-    raise ConfigError("Config not found:", [problem])
+    """Download a config with the modules and packages beside it; return its local path.
+
+    Of a config at the top of a bucket, nothing else is downloaded.
+    """
+    title = "Config not found:"
+    if not address.name.endswith(".py"):
+        fix = f"{address}/config.py, if it is a run"
+        raise ConfigError(title, [Problem(str(address), "is no Python file", fix=fix)])
+    if not address.parent.key:
+        return download(address)
+    names = Bucket(address.parent).list()
+    packages = {name.partition("/")[0] for name in names if _INIT.fullmatch(name)}
+
+    def wanted(name: str) -> bool:
+        folder, slash, _ = name.partition("/")
+        return name.endswith(".py") and (not slash or folder in packages)
+
+    path = download(address.parent, wanted) / address.name
+    if not path.is_file():
+        raise ConfigError(title, [Problem(str(address), "does not exist")])
+    return path
 
 
-def _is_source(name: str) -> bool:
-    return name.endswith(".py")
+def split_target(target: str) -> tuple[str, str]:
+    """Split `FILE.py:FUNCTION`; the function is empty if there is none.
+
+    Example:
+        >>> split_target("step.py:make"), split_target("gs://bucket/step.py"), split_target("demo")
+        (('step.py', 'make'), ('gs://bucket/step.py', ''), ('demo', ''))
+    """
+    file, _, function = target.rpartition(":")
+    if file.endswith(".py"):
+        return file, function
+    return target, ""
+
+
+def local_target(target: str) -> str:
+    """Return a target with the local copy of a file in a bucket; others as they are."""
+    file, function = split_target(target)
+    if not is_address(file):
+        return target
+    path = str(find_file(file))
+    if function:
+        return f"{path}:{function}"
+    return path
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -191,7 +225,7 @@ def load_function(target: str) -> Callable[..., Any]:
     Raises:
         ConfigError: The file does not exist, fails, or does not define the function.
     """
-    file, _, name = target.rpartition(":")
+    file, name = split_target(target)
     path = Path(file)
     if not path.is_file():
         problem = Problem(file, "does not exist", fix=nearest_file(path))

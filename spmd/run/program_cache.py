@@ -1,40 +1,47 @@
 """Compilation cache of a run: a folder, or a path in a bucket.
 
-JAX reads and writes a local folder. A bucket's programs are downloaded into it at the start, and
-what JAX adds to it is uploaded. A program's name has a digest of all that it was compiled from, so
-an object never changes.
+JAX reads and writes a local folder, of this process alone. A bucket's programs are there when it
+compiles, and what it adds is uploaded. A program's name has a digest of all that it was compiled
+from, so an object never changes.
 """
 
 import contextlib
 import hashlib
+import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 
 from spmd.errors import Problem, StorageError
 from spmd.storage.address import BucketPath, is_address, parse_address
 from spmd.storage.bucket import Bucket
-from spmd.storage.download import download, local_folder
+from spmd.storage.download import download_missing, local_folder
 from spmd.training.compilation_cache import cache_dir, compilation_cache, processor
 
 _INTERVAL = 5.0
 """Seconds between looks for new programs."""
 _PATIENCE = 30.0
 """Seconds of repeated requests, after which programs are compiled."""
-_PROGRAMS = "*-cache"
-"""Names of JAX's files of programs."""
+_PROGRAM = "-cache"
+"""End of the names of JAX's files of programs."""
 
 
 def cache_problems(configured: str) -> Sequence[Problem]:
-    """Return why programs cannot be kept where a config says; nothing is written."""
-    path = _bucket_path(configured)
-    if path is None:
-        return ()
+    """Return why programs cannot be kept where a config says; nothing is written.
+
+    A store that does not answer is no problem: programs are compiled then.
+    """
     try:
-        Bucket(path, patience=_PATIENCE).check()
+        path = _bucket_path(configured)
+        if path is not None:
+            Bucket(path, patience=_PATIENCE).check()
     except StorageError as error:
-        return error.problems
+        if not error.is_transient:
+            return error.problems
     return ()
 
 
@@ -53,10 +60,11 @@ def program_cache(configured: str, say: Callable[[str], object]) -> Iterator[Non
         with compilation_cache(cache_dir(configured)):
             yield
         return
-    programs = Programs(path / _kind(), say)
-    programs.download()
-    with programs.uploads(), compilation_cache(programs.folder):
-        yield
+    with tempfile.TemporaryDirectory(prefix="spmd-programs-") as folder:
+        programs = BucketPrograms(path / _kind(), Path(folder), say)
+        programs.download()
+        with programs.uploads(), compilation_cache(Path(folder)):
+            yield
 
 
 def _bucket_path(configured: str) -> BucketPath | None:
@@ -67,34 +75,43 @@ def _bucket_path(configured: str) -> BucketPath | None:
     return parse_address(named)
 
 
-class Programs:
-    """Programs of one kind of device and set of versions.
+class BucketPrograms:
+    """Programs of one kind of device and set of versions, in a bucket and in a local folder.
 
-    Attributes:
-        folder: Their local copies.
+    Args:
+        folder: The local folder, which no other process writes to.
+        say: Shows a line.
     """
 
-    def __init__(self, path: BucketPath, say: Callable[[str], object]) -> None:
-        self.folder = local_folder(path)
+    def __init__(self, path: BucketPath, folder: Path, say: Callable[[str], object]) -> None:
         self._path = path
         self._bucket = Bucket(path, say, _PATIENCE)
+        self._folder = folder
         self._say = say
         self._shared = set[str]()
         self._sizes: dict[str, int] = {}
 
     def download(self) -> None:
-        """Download missing programs, and remove leftovers of killed processes."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Copy the bucket's programs into the folder; each is downloaded to this host once."""
+        copies = local_folder(self._path)
         try:
-            if self._bucket.list():
-                download(self._path)
-        except StorageError as error:
+            names = [name for name in self._bucket.list() if name.endswith(_PROGRAM)]
+            self._shared.update(names)
+            download_missing(self._bucket, copies, names)
+            for name in names:
+                _link(copies / name, self._folder / name)
+        except (StorageError, OSError) as error:
             self._say(f"programs are compiled, not read from {self._path}: {error}")
-        self._shared.update(file.name for file in self.folder.glob(_PROGRAMS))
 
     @contextlib.contextmanager
     def uploads(self) -> Iterator[None]:
-        """Upload new programs at intervals, from a thread, and at the end of a block."""
+        """Upload new programs at intervals, from a thread, and at the end of a block.
+
+        JAX writes them on process 0.
+        """
+        if jax.process_index() != 0:
+            yield
+            return
         stopped = threading.Event()
 
         def keep_uploading() -> None:
@@ -114,20 +131,29 @@ class Programs:
         """Upload new programs.
 
         Args:
-            are_complete: Nothing is being written; otherwise a file is uploaded that has the size of
-                the call before.
+            are_complete: Nothing is being written; otherwise a file is uploaded that has the size
+                of the call before.
         """
-        for file in sorted(self.folder.glob(_PROGRAMS)):
+        for file in sorted(self._folder.glob(f"*{_PROGRAM}")):
             if file.name in self._shared:
                 continue
-            try:
-                size = file.stat().st_size
-                if are_complete or size == self._sizes.get(file.name):
-                    self._shared.add(file.name)  # also if it fails: it was tried for long enough
+            size = file.stat().st_size
+            if are_complete or size == self._sizes.get(file.name):
+                self._shared.add(file.name)  # a failed upload has taken its time already
+                try:
                     self._bucket.create(file.name, file.read_bytes())
-                self._sizes[file.name] = size
-            except (StorageError, OSError) as error:
-                self._say(f"a compiled program is not shared: {error}")
+                except (StorageError, OSError) as error:
+                    self._say(f"compiled programs are not shared: {error}")
+                    break
+            self._sizes[file.name] = size
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file another name, or copy it where that is another file system."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _kind() -> str:

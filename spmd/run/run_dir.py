@@ -78,9 +78,7 @@ _TRACES = "profile/"
 _START_SECONDS = 30.0
 """Seconds until a bucket that does not answer before a run is an error."""
 COMPILED_STEP = "compiled_step"
-_REFERENCE = "reference"
-_LARGE = (COMPILED_STEP, f"{_REFERENCE}/", "tensorboard/")
-"""Beginnings of names of files in a bucket that few commands read: they are downloaded by those."""
+_REFERENCE = re.compile(r"reference/[^/]+\.npz")
 _IN_BUCKET_ALONE = ("lease/", "checkpoints/", "generations/")
 """Parts of a run that have no copy in the local folder."""
 
@@ -130,19 +128,20 @@ class RunDir:
 
     @property
     def compiled_step(self) -> Path:
-        """File of the compiled step; downloaded for a run in a bucket."""
-        return self._fetched(COMPILED_STEP)
+        """File of the compiled step; of a run in a bucket, `fetch_compiled_step` downloads it."""
+        return self.path / COMPILED_STEP
 
-    @property
-    def reference(self) -> Path:
-        """Folder of the reference model's log-probabilities; downloaded for a run in a bucket."""
-        return self._fetched(_REFERENCE)
-
-    def _fetched(self, name: str) -> Path:
-        """Return the local path of a file or a folder, downloaded if it is in a bucket alone."""
+    def fetch_compiled_step(self) -> Path:
+        """Return the file of the compiled step, downloaded for a run in a bucket."""
         if self.mirror is not None:
-            self.mirror.fetch(lambda file: file == name or file.startswith(f"{name}/"))
-        return self.path / name
+            self.mirror.fetch(COMPILED_STEP)
+        return self.compiled_step
+
+    def fetch_reference(self) -> Path:
+        """Return the folder of the reference model's log-probabilities, downloaded likewise."""
+        if self.mirror is not None:
+            self.mirror.fetch("reference/")
+        return self.path / "reference"
 
     @property
     def log(self) -> Path:
@@ -210,6 +209,17 @@ class RunDir:
         if content[position : position + len(lines)] == lines:
             return
         _write_whole(self.metrics, content[:position] + lines)
+
+    def upload_all(self, lease: Lease) -> None:
+        """Upload what this process has written; raise a `StorageError` if it cannot be."""
+        if self.mirror is not None:
+            lease.renew()
+            self.mirror.push(_is_own)
+
+    def upload_compiled_step(self) -> None:
+        """Upload the compiled step, without a lease."""
+        if self.mirror is not None:
+            self.mirror.push(lambda name: name == COMPILED_STEP)
 
     def upload_attempts(self) -> None:
         """Upload the records of attempts, without a lease."""
@@ -428,8 +438,13 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 
 def _is_wanted(name: str) -> bool:
-    """Return whether a process needs a file of a run: its own, and on process 0 all but traces."""
-    if name.startswith((_TRACES, *_LARGE)):
+    """Return whether a process needs a file of a run: its own, and those of all.
+
+    Traces and TensorBoard's files are only written; the compiled step and log-probabilities are
+    large, and fetched by those that read them.
+    """
+    is_only_written = name.startswith((_TRACES, "tensorboard/"))
+    if is_only_written or name == COMPILED_STEP or _REFERENCE.fullmatch(name):
         return False
     return _is_own(name) or not _OWNER.match(name.rpartition("/")[2])
 

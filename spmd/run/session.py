@@ -168,7 +168,6 @@ def train_in_folder(
     folder = run.run_dir
     with contextlib.ExitStack() as stack:
         fault = cache_fault(run.step.mesh.shape["pipe"])
-        stack.enter_context(program_cache(config.compilation_cache_dir, lease.show))
         stack.enter_context(folder.uploads(lease))
         log = stack.enter_context(ProcessLog(folder.log))
         stack.enter_context(also_said_by(log.say))
@@ -201,6 +200,7 @@ def train_in_folder(
             f"{jax.local_device_count()} devices"
         )
         check_hosts_agree(_common_to_hosts(run, resume))
+        stack.enter_context(program_cache(config.compilation_cache_dir, note))
         preemption = stack.enter_context(Preemption())
         stack.enter_context(Notices(metadata_server(), log.say))
         for writer in run.writers:

@@ -46,7 +46,9 @@ from spmd.run.load_config import (
     calling_file,
     find_file,
     load_function,
+    local_target,
     read_file,
+    split_target,
 )
 from spmd.run.planned_step import CompiledStep, PlannedStep, compile_step, topology_mesh
 from spmd.run.preflight import check_planned_init, preflight
@@ -438,8 +440,9 @@ def load_source(target: str) -> Source:
     Raises:
         ConfigError: The file cannot be read, or offers none of these.
     """
-    file, _, function = target.rpartition(":")
-    if file.endswith(".py"):
+    target = local_target(target)
+    file, function = split_target(target)
+    if function:
         return StepFile(Path(file), _checked(function, load_function(target)))
     read = read_file(find_file(target))
     config = read.names.get("config")

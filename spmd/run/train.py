@@ -134,7 +134,7 @@ def train(
         if resumes:
             # A set that was named after the run has begun has no file in its folder.
             named = pairs_with_reference(part for each in checked.sets for part in each.parts)
-            find_references(checked.setup, named, folder.reference)
+            find_references(checked.setup, named, folder.fetch_reference())
         run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
@@ -254,7 +254,7 @@ def make_run(
     pairs = pairs_with_reference(rows)
     on_initial_state = None
     if pairs:
-        keep_references(pairs, folder.reference)
+        keep_references(pairs, folder.fetch_reference())
         on_initial_state = functools.partial(compute_references, setup, pairs)
     notes = [
         flags,

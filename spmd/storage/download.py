@@ -6,7 +6,7 @@ Each object is downloaded once for each of its versions, into `~/.cache/spmd/obj
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spmd.errors import Problem, StorageError
@@ -71,7 +71,22 @@ def local_folder(path: BucketPath) -> Path:
     return DOWNLOADS.expanduser() / path.scheme / path.bucket / path.key
 
 
-def _update(objects: Bucket, folder: Path, names: list[str]) -> None:
+def original(path: Path) -> str:
+    """Return the address of a local copy, without options; of another path, its text."""
+    try:
+        below = path.relative_to(DOWNLOADS.expanduser())
+    except ValueError:
+        return str(path)
+    scheme, bucket, *names = below.parts
+    return f"{scheme}://{bucket}/{'/'.join(names)}"
+
+
+def download_missing(objects: Bucket, folder: Path, names: Sequence[str]) -> None:
+    """Download objects that never change, unless they are in the folder."""
+    _update(objects, folder, [name for name in names if not (folder / name).exists()])
+
+
+def _update(objects: Bucket, folder: Path, names: Sequence[str]) -> None:
     """Download objects in newer versions than the local ones."""
     folder.mkdir(parents=True, exist_ok=True)
     known = _read_index(folder / _INDEX)

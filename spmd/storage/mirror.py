@@ -22,6 +22,7 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -42,8 +43,8 @@ LAST_SECONDS = 120.0
 """Seconds of repeated requests for the uploads at the end."""
 
 _PART = re.compile(r"(.+)\.parts/([0-9a-f]{16})-([0-9]{6,}\.[0-9]{6})-([0-9]{15})")
-_PREFIX, _LOCK = "spmd-files-", ".lock"
-"""Names of temporary folders and of their locks."""
+_LOCK = ".lock"
+"""End of the name of a file beside a temporary folder."""
 _UNFINISHED = (".tmp", ".unfinished", ".writing")
 _TAIL = 4096
 
@@ -109,18 +110,20 @@ class Mirror:
             (self.folder / name).unlink(missing_ok=True)
             del self._uploaded[name]
 
-    def fetch(self, wanted: Callable[[str], bool]) -> None:
-        """Download missing files, also while this object uploads others."""
+    def fetch(self, prefix: str) -> None:
+        """Download missing files whose names begin so, also while this object uploads others."""
         with self._lock:
-            for name, parts in self._listed(wanted).items():
+            for name, parts in self._listed(prefix=prefix).items():
                 if not (self.folder / name).exists():
                     self._pull_file(name, parts)
 
-    def _listed(self, wanted: Callable[[str], bool]) -> dict[str, list[str]]:
+    def _listed(
+        self, wanted: Callable[[str], bool] = lambda name: True, prefix: str = ""
+    ) -> dict[str, list[str]]:
         """Return name → names of the parts, of the wanted files in the bucket."""
         parts: dict[str, list[str]] = {}
         whole: list[str] = []
-        for name in self.bucket.list():
+        for name in self.bucket.list(prefix):
             part = _PART.fullmatch(name)
             if part:
                 parts.setdefault(part[1], []).append(name)
@@ -145,7 +148,9 @@ class Mirror:
                 break  # what follows has no beginning
             joined += added.data
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(joined)
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_bytes(joined)
+        unfinished.replace(path)
         uploaded = _Uploaded(
             version=found.version,
             tag=tag,
@@ -328,19 +333,40 @@ class Mirror:
 def _temporary_folder(owner: object) -> Path:
     """Make a temporary folder; it is removed with `owner`, or after its process was killed.
 
-    A process holds the lock of a file beside the folder as long as it lives.
+    A process holds the lock of a file beside the folder as long as it lives. The names are those of
+    a host and a user, since hosts may share the place.
     """
-    root = Path(tempfile.gettempdir())
-    for abandoned in root.glob(f"{_PREFIX}*{_LOCK}"):
-        with contextlib.suppress(OSError), abandoned.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(abandoned)
-    number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK)
-    fcntl.flock(number, fcntl.LOCK_EX)
-    folder = Path(name.removesuffix(_LOCK))
+    prefix = f"spmd-files-{socket.gethostname()}-{os.getuid()}-"
+    for abandoned in Path(tempfile.gettempdir()).glob(f"{prefix}*{_LOCK}"):
+        _remove_if_abandoned(abandoned)
+    number, lock = _locked_file(prefix)
+    folder = Path(str(lock).removesuffix(_LOCK))
     folder.mkdir(mode=0o700)
-    weakref.finalize(owner, _remove, Path(name), number)
+    weakref.finalize(owner, _remove, lock, number)
     return folder
+
+
+def _locked_file(prefix: str) -> tuple[int, Path]:
+    """Make a file with a lock; return its descriptor and its path."""
+    while True:
+        number, name = tempfile.mkstemp(prefix=prefix, suffix=_LOCK)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        if os.fstat(number).st_nlink:
+            return number, Path(name)
+        os.close(number)  # another process took it for an abandoned one
+
+
+def _remove_if_abandoned(lock: Path) -> None:
+    """Remove a temporary folder of this user, unless a process holds its lock."""
+    with contextlib.suppress(OSError):
+        number = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            if os.fstat(number).st_uid == os.getuid():
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(lock)
+        finally:
+            os.close(number)
 
 
 def _remove(lock: Path, number: int | None = None) -> None:

@@ -38,8 +38,8 @@ from spmd.resilience import lease as lease_module
 from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
 from spmd.run import program_cache as program_cache_module
-from spmd.run.load_config import find_file
-from spmd.run.program_cache import Programs, cache_problems, program_cache
+from spmd.run.load_config import find_file, local_target
+from spmd.run.program_cache import BucketPrograms, cache_problems, program_cache
 from spmd.run.run_dir import METRICS, RunDir
 from spmd.storage import bucket as bucket_module
 from spmd.storage import download as download_module
@@ -47,6 +47,7 @@ from spmd.storage import mirror as mirror_module
 from spmd.storage import shared_folders
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
+from spmd.storage.download import original
 from spmd.storage.mirror import Mirror
 from tests.chats import write_tokenizer
 from tests.google_storage import google_storage
@@ -456,13 +457,15 @@ def test_a_file_that_few_read_is_fetched_where_it_is_read(s3, key):
     objects = bucket(s3, key)
     objects.write("plan.txt", b"plan")
     objects.write("reference/a.npz", b"a")
+    objects.write("reference/module.py", b"")
     run_dir = RunDir(locate(s3.address(key)))
-    assert [path.name for path in run_dir.path.rglob("*") if path.is_file()] == ["plan.txt"]
+    files = sorted(path.name for path in run_dir.path.rglob("*") if path.is_file())
+    assert files == ["module.py", "plan.txt"]
     with run_dir.mirror.uploads(1, lambda name: True, lambda: None, print):
-        assert (run_dir.reference / "a.npz").read_bytes() == b"a"
-    (run_dir.reference / "a.npz").write_bytes(b"changed")
+        assert (run_dir.fetch_reference() / "a.npz").read_bytes() == b"a"
+    (run_dir.path / "reference" / "a.npz").write_bytes(b"changed")
     run_dir.mirror.pull(lambda name: name == "plan.txt")
-    assert (run_dir.reference / "a.npz").read_bytes() == b"changed"
+    assert (run_dir.fetch_reference() / "a.npz").read_bytes() == b"changed"
 
 
 LEAVE_FILES = """
@@ -495,43 +498,47 @@ def test_files_of_a_killed_process_are_removed(tmp_path, monkeypatch):
 
 
 def test_programs_are_shared_through_a_bucket(s3, key, tmp_path, monkeypatch):
-    """What one host has compiled, another finds; half of a file, as a kill leaves it, is neither shared nor used."""
+    """What one host has compiled, another finds, and JAX writes to a folder of the process alone."""
     objects = bucket(s3, key)
     address = s3.address(key)
     folders = []
     for host in ("first", "second"):
         monkeypatch.setenv("HOME", str(tmp_path / host))
         with program_cache(address, print):
-            folders.append(Path(jax.config.values["jax_compilation_cache_dir"]))
+            folder = Path(jax.config.values["jax_compilation_cache_dir"])
+            folders.append(folder)
             if host == "first":
-                (folders[0] / "jit_step-1-cache").write_bytes(b"program")
-                (folders[0] / "jit_step-1-atime").write_bytes(b"0")
+                (folder / "jit_step-1-cache").write_bytes(b"program")
+                (folder / "jit_step-1-atime").write_bytes(b"0")
+            else:
+                assert (folder / "jit_step-1-cache").read_bytes() == b"program"
         (name,) = objects.list()
         assert name.startswith(f"jax-{jax.__version__}-cpu-")
         assert name.endswith("/jit_step-1-cache")
+        assert not folder.exists()
     assert folders[0] != folders[1]
-    assert (folders[1] / "jit_step-1-cache").read_bytes() == b"program"
-    (folders[1] / "jit_step-2-cache").write_bytes(b"half")
-    with program_cache(address, print):
-        assert not (folders[1] / "jit_step-2-cache").exists()
-    assert objects.list() == [name]
     assert jax.config.values["jax_compilation_cache_dir"] != str(folders[1])
 
 
 def test_a_program_that_is_being_written_waits(s3, key, tmp_path, monkeypatch):
-    """Until it has kept its size from one look to the next."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    """Until it has kept its size from one look to the next; a thread looks."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(program_cache_module, "_INTERVAL", 0.02)
     objects = bucket(s3, key)
-    programs = Programs(locate(s3.address(key)), print)
+    programs = BucketPrograms(locate(s3.address(key)), tmp_path, print)
     programs.download()
-    file = programs.folder / "jit_step-1-cache"
+    file = tmp_path / "jit_step-1-cache"
     file.write_bytes(b"half")
     programs.upload()
     file.write_bytes(b"whole program")
     programs.upload()
     assert not objects.list()
-    programs.upload()
-    assert objects.read(file.name) == b"whole program"
+    with programs.uploads():
+        deadline = time.monotonic() + 30
+        while not objects.list():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert objects.read(file.name) == b"whole program"
 
 
 def test_without_a_store_programs_are_compiled(s3, key, tmp_path, monkeypatch):
@@ -539,8 +546,11 @@ def test_without_a_store_programs_are_compiled(s3, key, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(program_cache_module, "_PATIENCE", 0.1)
     said = []
-    with FaultProxy(s3, "cut") as proxy, program_cache(s3.through(proxy, key), said.append):
-        pass
+    with FaultProxy(s3, "cut") as proxy:
+        address = s3.through(proxy, key)
+        assert not cache_problems(address)
+        with program_cache(address, said.append):
+            pass
     assert "programs are compiled, not read" in said[-1]
     (problem,) = cache_problems("s3://no-such-bucket/programs")
     assert "does not exist" in problem.what
@@ -549,17 +559,24 @@ def test_without_a_store_programs_are_compiled(s3, key, tmp_path, monkeypatch):
 
 
 def test_a_config_in_a_bucket_has_the_modules_beside_it(s3, key, tmp_path, monkeypatch):
+    """And packages, but neither other files nor another run's."""
     monkeypatch.setenv("HOME", str(tmp_path))
     objects = bucket(s3, key)
-    objects.write("config.py", b"")
-    objects.write("parts/model.py", b"")
-    objects.write("corpus.txt", b"")
-    file = find_file(s3.address(f"{key}/config.py"))
-    below = sorted(path.relative_to(file.parent) for path in file.parent.rglob("*.*"))
-    assert list(map(str, below)) == [".versions.json", "config.py", "parts/model.py"]
+    names = ["config.py", "helper.py", "parts/__init__.py", "parts/model.py"]
+    for name in (*names, "runs/demo/config.py", "corpus.txt"):
+        objects.write(name, b"")
+    address = s3.address(f"{key}/config.py")
+    file = find_file(address)
+    files = [path for path in file.parent.rglob("*") if path.suffix == ".py"]
+    assert sorted(path.relative_to(file.parent).as_posix() for path in files) == names
+    assert original(file) == address
+    assert local_target(f"{address}:make") == f"{file}:make"
     for name, expected in (("other.py", "does not exist"), ("config", "config/config.py")):
         with pytest.raises(ConfigError, match=expected):
             find_file(s3.address(f"{key}/{name}"))
+    at_the_top = s3.address("top.py")
+    Bucket(locate(at_the_top).parent).write("top.py", b"")
+    assert find_file(at_the_top).name == "top.py"
 
 
 def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):

@@ -187,7 +187,7 @@ def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, who
     assert objects.list("imported/checkpoints/steps/") == ["imported/checkpoints/steps/0.json"]
     code, _, errors = command(*importing)
     assert code == 2
-    assert f"{made}: contains a run" in errors
+    assert f"{made}: exists" in errors
     flags = ("--steps", 4, "--log-every", 1, "--data.source", config.parent / "corpus.txt")
     shapes = ("--data.sequence", 16, "--data.batch", 8)
     cache = ("--compilation-cache-dir", s3.address(f"{key}/programs"))

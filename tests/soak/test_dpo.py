@@ -126,7 +126,7 @@ def pairs_of(run_folder: Path) -> list[list[Pair]]:
     setup = setup_of(run_folder)
     data, found = setup.config.data, []
     text = open_text_dataset(setup.config)
-    find_references(setup, pairs_with_reference(text.parts), RunDir(run_folder).reference)
+    find_references(setup, pairs_with_reference(text.parts), RunDir(run_folder).fetch_reference())
     options = {
         "batch": data.batch,
         "sharding": setup.plan.batch_sharding("tokens"),
