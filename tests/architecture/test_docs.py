@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import importlib
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -121,6 +123,57 @@ def test_python_control() -> None:
     assert broken_python(f"{NOT_RUN}\nmore text\n{bad}")
     assert not broken_python(bad.replace("= =", "="))
     assert not broken_python(bad.replace("python", "sh"))
+
+
+FILE = re.compile(
+    r"`((?:spmd|models|partition_rules|name_maps|tests|examples|benchmarks|docs)/[\w./-]*)`"
+)
+NAME = re.compile(r"`(?!spmd\.NAME)(spmd(?:\.\w+)+)(?:\([^`]*\))?`")
+
+
+def exists(name: str) -> bool:
+    """Return whether a dotted name is that of a module, or of something in one."""
+    module, attributes = name, list[str]()
+    while module:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, attribute = module.rpartition(".")
+            attributes.insert(0, attribute)
+    else:
+        return False
+    for attribute in attributes:
+        fields = getattr(found, "__dataclass_fields__", {})
+        if not hasattr(found, attribute) and attribute not in fields:
+            return False
+        found = getattr(found, attribute, None)
+    return True
+
+
+def unknown_names(text: str) -> list[str]:
+    """Return the files and the names of spmd in a document that do not exist."""
+    prose = FENCE.sub("", text)
+    files = [file for file in FILE.findall(prose) if not (ROOT / file).exists()]
+    return files + [name for name in NAME.findall(prose) if not exists(name)]
+
+
+OF_THE_PAST = re.compile(r"CHANGELOG\.md|docs/decisions/.*")
+
+
+@pytest.mark.parametrize("document", [*itertools.filterfalse(OF_THE_PAST.fullmatch, DOCUMENTS)])
+def test_what_a_document_names_exists(document: str) -> None:
+    """Files and dotted names; `spmd.NAME` stands for any."""
+    assert not unknown_names((ROOT / document).read_text(encoding="utf-8"))
+
+
+def test_names_control() -> None:
+    """A module, a class, a method and a field are found; other names are not."""
+    text = (
+        "`spmd/cli.py` `spmd/no.py` `spmd.RunConfig` `spmd.plan.plan.make_plan(model, …)` "
+        "`spmd.plan.no` `spmd.RunConfig.steps`"
+    )
+    assert unknown_names(text) == ["spmd/no.py", "spmd.plan.no"]
 
 
 def pages_of(nav: object) -> Iterator[str]:
