@@ -16,7 +16,7 @@ from spmd.coded_comm.codes import SUM
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import METRICS, OPTIMIZER, REPLICAS, read_comm, read_names, read_scope
-from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.sharding.mesh import BATCH_SPEC, entry_axes, spec_axes
 from spmd.sharding.optimizer_state import drop_gathered
 from spmd.sharding.rules import spec_text
 
@@ -45,7 +45,7 @@ _CONSTRAINTS = ("sharding_constraint", "shard_map")
 _CONVERSIONS = ("clamp", "convert_element_type", "div", "mul", "round")
 _PRODUCTS = ("add", "dot_general")  # compilers add products before they sum over devices
 _SUMS = ("add", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
-_TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
+_TOKENS = set(spec_axes(BATCH_SPEC))
 
 
 def add_causes(
@@ -300,4 +300,4 @@ def _param(array: str) -> str:
 
 
 def _axes(spec: Iterable) -> set[str]:
-    return {axis for entry in spec for axis in entry_axes(entry)}
+    return set(spec_axes(spec))

@@ -37,7 +37,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import read_names
 from spmd.sharding.dims import spec_dims
-from spmd.sharding.mesh import AXES, BATCH_AXES, TOKEN_AXES, AnyMesh, slice_numbers
+from spmd.sharding.mesh import AXES, BATCH_AXES, TOKEN_AXES, AnyMesh, nontrivial_axes, slice_numbers
 from spmd.sharding.rules import spec_text
 from spmd.training.step import TrainStep
 from spmd.tree import human_bytes
@@ -260,11 +260,11 @@ def audit_collectives(
         records = add_causes(records, plan, annotated)
         broken = tuple(wider_transfers(records, comm_dtype_checks(plan)))
     return CollectiveAudit(
-        mesh=_above_one(mesh.shape),
+        mesh=nontrivial_axes(mesh.shape),
         backend=backend,
         records=records,
         warnings=(*_warnings(records, backend), *_copied_arrays(log, plan)),
-        slices=_above_one(slices),
+        slices=nontrivial_axes(slices),
         broken=broken,
     )
 
@@ -587,10 +587,6 @@ def _in_order(axes: str, mesh: Mapping[str, int]) -> str:
     if len(known) < len(names):
         return axes
     return "+".join(known)
-
-
-def _above_one(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:

@@ -33,6 +33,7 @@ from spmd.analysis.explicit_rules import (
 from spmd.jaxpr.source import source_line
 from spmd.jaxpr.traced_program import DimAxes, Operation, TracedProgram, TracedValue, read_program
 from spmd.sharding.dims import dims_spec
+from spmd.sharding.mesh import nontrivial_axes
 from spmd.sharding.rules import spec_text
 from spmd.training.state import abstract_arguments
 from spmd.training.step import TrainStep
@@ -137,7 +138,7 @@ def check_explicit(step: TrainStep, batch: Any) -> ExplicitCheck:
 
     No devices are needed and nothing is compiled. The batch has arrays or `jax.ShapeDtypeStruct`s.
     """
-    axes = {axis: size for axis, size in step.plan.mesh.shape.items() if size > 1}
+    axes = nontrivial_axes(step.plan.mesh.shape)
     state, batch = abstract_arguments(step.plan, batch)
     program = read_program(step.trace(batch).jaxpr)
     check = _Check()

@@ -8,7 +8,7 @@ from typing import Any
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
 from spmd.plan.xla_faults import FAULTS, fault_of, left_to_xla, replaced_fault
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, nontrivial_axes
 from spmd.training.step import TrainStep
 
 PAGE = "docs/xla-faults.md"
@@ -109,23 +109,21 @@ def _report(found: Mapping[_Found, int], mesh: AnyMesh) -> FaultReport:
     operations = []
     for key, count in found.items():
         operations.append(FaultyOperation(*key, count))
-    return FaultReport(_above_one(mesh), tuple(sorted(operations, key=dataclasses.astuple)))
+    return FaultReport(
+        nontrivial_axes(mesh.shape), tuple(sorted(operations, key=dataclasses.astuple))
+    )
 
 
 def _products(program: TracedProgram, mesh: AnyMesh) -> Iterator[Operation]:
     """Yield the products that XLA may compute wrongly on a mesh."""
-    if len(_above_one(mesh)) >= _FEWEST_AXES:
+    if len(nontrivial_axes(mesh.shape)) >= _FEWEST_AXES:
         yield from _outside_of_regions(program, "dot_general")
-
-
-def _above_one(mesh: AnyMesh) -> dict[str, int]:
-    return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
 def _faults(program: TracedProgram, mesh: AnyMesh) -> Iterator[_Found]:
     """Yield fault, primitive, source line and answer of each faulty operation."""
     instead = {fault.name: fault.instead for fault in FAULTS}
-    is_split = any(size > 1 for size in mesh.shape.values())
+    is_split = bool(nontrivial_axes(mesh.shape))
     for operation in program.walk():
         fault = fault_of(operation, mesh)
         if fault is None:

@@ -24,13 +24,13 @@ from spmd.observe.spinner import spin_until_each, spinner
 from spmd.parity.bugs import Bug
 from spmd.parity.result import Parity
 from spmd.run.build import config_mesh, evaluation_config, make_setup, planned_mesh
-from spmd.run.check import Check, StepCheck, Sweep, axes_text
+from spmd.run.check import Check, StepCheck, Sweep
 from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
 from spmd.run.preflight import check_microbatches
 from spmd.run.step_source import ConfigSource, ReadyStep, StepFile
 from spmd.settings.compress import NO_COMPRESSION
-from spmd.sharding.mesh import AnyMesh, mesh_of
+from spmd.sharding.mesh import AnyMesh, axes_text, mesh_of
 from spmd.training.step import TrainStep
 
 

@@ -23,7 +23,7 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import comm_scope, in_scope
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, dims_spec, extra_axes, spec_dims
-from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.mesh import AnyMesh, spec_axes
 
 DEFERRABLE_AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
@@ -405,8 +405,7 @@ def _unsplit_axes(plan: ShardingPlan) -> tuple[str, ...]:
     """Return the leading axes of `DEFERRABLE_AXES` without a split of parameters or gradients."""
     split = set[str]()
     for leaf in (*plan.params, *plan.gradients):
-        for entry in leaf.spec:
-            split.update(entry_axes(entry))
+        split.update(spec_axes(leaf.spec))
     axes = _axes_above_one(plan.mesh, DEFERRABLE_AXES)
     for number, axis in enumerate(axes):
         if axis in split:

@@ -47,7 +47,7 @@ from spmd.plan.manual import all_gather, psum, psum_scatter, shard_map_over, spl
 from spmd.plan.scopes import in_scope
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, dims_spec, spec_dims
-from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.mesh import AnyMesh, spec_axes
 
 CHUNK = 1024
 """Tokens of a chunk: enough for the matmuls to take longer than reading the kernel."""
@@ -157,7 +157,7 @@ class _Layout:
     @property
     def token_axes(self) -> tuple[str, ...]:
         """All axes of tokens, in order."""
-        return tuple(itertools.chain.from_iterable(map(entry_axes, self.tokens)))
+        return tuple(spec_axes(self.tokens))
 
     @property
     def joined(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from spmd.optim.treatment import Treatment
 from spmd.optim.two_phase import treatment_of
 from spmd.sharding.dims import Dims, dims_spec, local_shape, spec_dims
 from spmd.sharding.layer_paths import dims_of
-from spmd.sharding.mesh import AnyMesh, shards_of
+from spmd.sharding.mesh import AnyMesh, nontrivial_axes, shards_of
 from spmd.tree import flatten, map_with_path
 
 _NEWTON_SCHULZ = contrib.scale_by_muon(beta=0.0, nesterov=False)
@@ -208,7 +208,7 @@ def _kernels(
     split: tuple[str, ...] = ()
     if layout is not None:
         specs = dict(layout.specs)
-        split = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
+        split = tuple(nontrivial_axes(layout.mesh.shape))
     for path, x in arrays.items():
         stacked = dims_of(path, treatment.stacks)
         own = [dim for dim in range(x.ndim) if dim not in stacked]

@@ -27,7 +27,7 @@ from spmd.plan.records import ParamPlacement, PlanEntry
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import local_shape
 from spmd.sharding.layer_paths import stored_dims, without_dims
-from spmd.sharding.mesh import TOKEN_AXES, entry_axes
+from spmd.sharding.mesh import TOKEN_AXES, spec_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 
 
@@ -204,10 +204,7 @@ def deferred_reduction_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple
         local = shard_bytes(leaf.shape, plan.precision.accumulation, joined, sizes)
         if local > shard:
             sent += local
-        split = set[str]()
-        for entry in leaf.spec:
-            split.update(entry_axes(entry))
-        if not split.issuperset(axes):
+        if not set(spec_axes(leaf.spec)).issuperset(axes):
             sent += 2 * shard
         held += local - shard
     for leaf in (*plan.params, *plan.variables):

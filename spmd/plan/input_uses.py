@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.jaxpr.propagation import ELEMENTWISE, REDUCTIONS, VIEWS
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
-from spmd.sharding.mesh import entry_axes
+from spmd.sharding.mesh import spec_axes
 
 Sources = frozenset[tuple[int, bool]]
 """The inputs of a value: the number of each, and whether the value is an element-wise result."""
@@ -123,9 +123,7 @@ class _Uses:
         spec = getattr(constraint.params["sharding"], "spec", None)  # None for a single device
         if spec is None or P.UNCONSTRAINED in spec:
             return sources
-        kept = set[str]()
-        for entry in spec:
-            kept.update(entry_axes(entry))
+        kept = set(spec_axes(spec))
         still_split = set()
         for number, is_result in sources:
             if self.axes[number] & kept:

@@ -33,7 +33,7 @@ from spmd.plan.scopes import comm_scope, fault_scope, param_scope
 from spmd.plan.xla_faults import Fault, fault_of, is_whole, left_to_xla, problem_of
 from spmd.sharding.batch import BatchArray
 from spmd.sharding.dims import extra_axes, spec_dims
-from spmd.sharding.mesh import TOKEN_AXES, AnyMesh, entry_axes
+from spmd.sharding.mesh import TOKEN_AXES, AnyMesh, spec_axes
 from spmd.sharding.optimizer_state import drop_axis
 
 _WRONG = "XLA would compute these operations of the model wrongly:"
@@ -237,9 +237,7 @@ def _used_spec(spec: P) -> P:
 def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
     """Return the axes of the gather of a parameter."""
     split = split_axes(placement.mesh)
-    axes = set[str]()
-    for entry in placement.param_spec:
-        axes.update(entry_axes(entry))
+    axes = set(spec_axes(placement.param_spec))
     return frozenset(axes.intersection(TOKEN_AXES, split))
 
 

@@ -43,7 +43,7 @@ from spmd.settings.compress import NO_COMPRESSION, CompressConfig
 from spmd.settings.offload import make_storage
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, axes_text, nontrivial_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec
 from spmd.sharding.rules import Match, Rules
 from spmd.sharding.uneven_stages import with_uneven_stages
@@ -240,8 +240,7 @@ class ShardingPlan:
     @property
     def heading(self) -> str:
         """Mesh and decisions about the whole plan."""
-        split = [f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1]
-        axes = " ".join(split) or "one device"
+        axes = axes_text(self.mesh.shape)
         decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
         if self.quantize:
             decisions += f"   quantize {self.quantize}"
@@ -471,7 +470,7 @@ def _resolve_plan(
         quantize=inputs.quantize,
         attention=inputs.attention,
         placements=placements,
-        slices=_large_axes(inputs.slices),
+        slices=FrozenDict(nontrivial_axes(inputs.slices)),
         params=params,
         gradients=_entries(inputs, tree.flatten(gradients), matches, gradient_specs),
         variables=_entries(inputs, inputs.variables, matches, param_specs, on_host),
@@ -744,15 +743,6 @@ def _transforms_of(recipes: Mapping[str, QuantizationRecipe]) -> list[GradTransf
     for recipe in recipes.values():
         used |= dict.fromkeys(recipe.transforms)
     return list(used)
-
-
-def _large_axes(slices: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the axes with several slices."""
-    large = {}
-    for axis, count in slices.items():
-        if count > 1:
-            large[axis] = count
-    return FrozenDict(large)
 
 
 def _bytes_of(entries: Iterable[PlanEntry], *, on_host: bool) -> int:

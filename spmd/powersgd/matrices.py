@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.dims import dims_spec, local_shape, spec_dims
 from spmd.sharding.layer_paths import dims_of
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, nontrivial_axes
 
 NAME = "compression"
 """Name of the state."""
@@ -126,7 +126,7 @@ def make_matrix(
     An exchange scatters what a device has, so in a dimension of several axes the summed ones are
     the last.
     """
-    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    axes = tuple(nontrivial_axes(mesh.shape))
     dims = []
     for split in spec_dims(spec, len(shape), axes):
         dims.append(tuple(sorted(split, key=lambda axis: axis in summed)))

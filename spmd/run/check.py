@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from spmd.run.reference import pairs_with_reference
 from spmd.run.step_source import shape_problems
 from spmd.run.teacher import open_teacher
 from spmd.sharding.batch import whole
-from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
+from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, axes_text, mesh_of, nontrivial_axes
 from spmd.testing import BUGS, Parity, Reference, pad_unevenly
 from spmd.training.step import TrainStep
 
@@ -255,7 +255,8 @@ class Sweep:
         """
         width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
         for shape in self.shapes:
-            if any(_split(other) < _split(shape) for other in self.refused):
+            split = set(nontrivial_axes(shape.sizes))
+            if any(set(nontrivial_axes(other.sizes)) < split for other in self.refused):
                 continue
             name = f"{axes_text(shape.sizes):<{width}}"
             try:
@@ -343,22 +344,6 @@ def _errors_text(parity: Parity) -> str:
     if parity.ending:
         text += f" ({parity.ending})"
     return text
-
-
-def axes_text(sizes: Mapping[str, int]) -> str:
-    """Return the axes larger than 1.
-
-    Example:
-        >>> axes_text({"data": 2, "fsdp": 1, "tensor": 4})
-        'data=2 tensor=4'
-    """
-    split = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-    return " ".join(split) or "one device"
-
-
-def _split(shape: MeshShape) -> set[str]:
-    """Return the axes larger than 1."""
-    return {axis for axis, size in shape.sizes.items() if size > 1}
 
 
 def _column(kind: str) -> int:

@@ -30,7 +30,7 @@ from spmd.resilience.consistency import source_fingerprint
 from spmd.run.config import config_values
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import COMPILED_STEP, RunDir
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, axes_text
 from spmd.training.compilation_cache import instructions
 from spmd.training.loop import Hook
 from spmd.training.serialized_step import (
@@ -281,9 +281,8 @@ def _topology(mesh: AnyMesh) -> dict[str, Any]:
         place = getattr(device, "coords", "")
         core = getattr(device, "core_on_chip", "")
         order.append(f"{device.id} {device.process_index} {place} {core}")
-    sizes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     return {
-        "mesh": " ".join(sizes),
+        "mesh": axes_text(mesh.shape),
         "platform": devices[0].platform,
         "kind": devices[0].device_kind,
         "devices": len(devices),

@@ -36,7 +36,7 @@ from spmd.run.preflight import check_config, check_planned_init
 from spmd.run.step_source import ConfigSource, StepFile, StepSource, time_compiled_step
 from spmd.run.step_time import ModelNumbers, count_model, workload
 from spmd.settings.compress import NO_COMPRESSION
-from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, entry_axes
+from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, spec_axes
 from spmd.sharding.rules import Rules
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, hardware_of
@@ -517,8 +517,7 @@ def enumerate_step_settings(source: StepFile, topology: Topology) -> Iterator[Se
     """
     named = {"data"}
     for _, spec in _rules_of(source, topology).named_specs():
-        for entry in spec:
-            named.update(entry_axes(entry))
+        named.update(spec_axes(spec))
     axes = [axis for axis in AXES if axis in named]
     for sizes in _splits(topology.devices, len(axes)):
         shape = MeshShape(**dict(zip(axes, sizes, strict=True)))

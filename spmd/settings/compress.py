@@ -21,7 +21,7 @@ from spmd.coded_comm.comm import WITHOUT_CODES, CodedComm
 from spmd.errors import Problem, check_fields, did_you_mean
 from spmd.precision import Precision
 from spmd.sharding.dims import Dims, extra_axes, is_prefix, local_shape, spec_dims
-from spmd.sharding.mesh import TOKEN_AXES
+from spmd.sharding.mesh import TOKEN_AXES, nontrivial_axes
 from spmd.sharding.param_comm import ParamComm
 
 GRADIENTS: Mapping[str, str] = {
@@ -150,7 +150,7 @@ class CompressConfig:
         exchange = GRADIENTS.get(self.gradients, policy.exchange)
         over = policy.exchange_over
         over_slices = GRADIENTS.get(self.slices_gradients)
-        spans = _spans(slices)
+        spans = nontrivial_axes(slices)
         if over_slices and spans:
             over = dict.fromkeys(spans, over_slices)
         return dataclasses.replace(policy, exchange=exchange, exchange_over=over)
@@ -189,7 +189,7 @@ class CompressConfig:
             policy: From `precision`.
             exactly: Whether this one is never sent as codes.
         """
-        axes = tuple(axis for axis, size in sizes.items() if size > 1)
+        axes = tuple(nontrivial_axes(sizes))
         stored = spec_dims(specs[0], len(shape), axes)
         used = spec_dims(specs[1], len(shape), axes)
         sent = policy.exchange_names(axes)
@@ -201,7 +201,7 @@ class CompressConfig:
         sends_codes = any(name in EXCHANGES for name in sent.values())
         if not codec and not sends_codes:
             return ParamComm(tuple(sent.items()))
-        spans = _spans(slices)
+        spans = nontrivial_axes(slices)
         hop = None
         if codec and self.secondary:
             hop = _hop(stored, used, sizes, spans)
@@ -280,11 +280,6 @@ def _useless_slices_gradients(slices: Mapping[str, int]) -> _Useless | None:
     if any(slices.get(axis, 1) != 1 for axis in TOKEN_AXES):
         return None
     return _Useless("no axis of tokens spans slices", "slices = 1", "slices.data 2")
-
-
-def _spans(slices: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes over several slices, with their slices."""
-    return {axis: count for axis, count in slices.items() if count > 1}
 
 
 def _without_codes(sent: Mapping[str, str]) -> dict[str, str]:

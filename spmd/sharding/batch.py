@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, describe_value
-from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, TOKEN_AXES, entry_axes
+from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, TOKEN_AXES, entry_axes, spec_axes
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.patterns import PatternError, compile_pattern
 
@@ -262,10 +262,7 @@ def _other_axes(value: P | Whole) -> list[str]:
     """Return the axes of a row's spec other than batch axes."""
     if isinstance(value, Whole):
         return []
-    axes: list[str] = []
-    for entry in value:
-        axes += entry_axes(entry)
-    return [axis for axis in axes if axis not in BATCH_AXES]
+    return [axis for axis in spec_axes(value) if axis not in BATCH_AXES]
 
 
 def _has_examples_once(spec: P) -> bool:

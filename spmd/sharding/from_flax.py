@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.flax_metadata import Annotation, LogicalRules, logical_rules
 from spmd.sharding.layer_paths import DEFAULT_STACKED, Stack, dims_of, stacks_of, without_dims
-from spmd.sharding.mesh import AXES, as_entry, entry_axes
+from spmd.sharding.mesh import AXES, as_entry, entry_axes, spec_axes
 from spmd.sharding.rules import Replicate, Rules, placement, repeated_axes, replicate, spec_text
 
 
@@ -467,9 +467,7 @@ def _apply_rules(
     leading: Iterable[str | None],
 ) -> None:
     """Apply each rule in order to dimensions of its name without axes yet, if its axes are free."""
-    used: set[str] = set()
-    for entry in (*leading, *entries):
-        used.update(entry_axes(entry))
+    used = set(spec_axes((*leading, *entries)))
     for rule, axes in table:
         for dim, name in enumerate(names):
             if name == rule and entries[dim] is None and used.isdisjoint(axes):

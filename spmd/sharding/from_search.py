@@ -20,7 +20,7 @@ from spmd.sharding.layer_paths import (
     stored_dims,
     without_dims,
 )
-from spmd.sharding.mesh import AXES, AnyMesh, as_entry, entry_axes
+from spmd.sharding.mesh import AXES, AnyMesh, as_entry, entry_axes, spec_axes
 from spmd.sharding.patterns import PatternError, compile_search
 from spmd.sharding.rules import (
     Rules,
@@ -176,7 +176,7 @@ def _audit_axes(rules: Iterable[SearchRule], names: Sequence[str]) -> Iterator[P
     unknown: dict[str, list[int]] = {}
     for rule in rules:
         repeated = repeated_axes(rule.entries)
-        for axis in dict.fromkeys(_axes_of(rule.entries)):
+        for axis in dict.fromkeys(spec_axes(rule.entries)):
             if axis not in names:
                 unknown.setdefault(axis, []).append(rule.index)
             elif axis in repeated:
@@ -186,14 +186,6 @@ def _audit_axes(rules: Iterable[SearchRule], names: Sequence[str]) -> Iterator[P
         what = f"is no axis of a mesh, and is used by {_numbers(users)}"
         fix = f"rename it, axes={{{quote(axis)}: …}}: {did_you_mean(axis, names)}"
         yield Problem(f"axis {axis!r}", what, fix=fix)
-
-
-def _axes_of(entries: Iterable[Any]) -> list[str]:
-    """Return the axes of all entries, in order, with repetitions."""
-    axes: list[str] = []
-    for entry in entries:
-        axes += entry_axes(entry)
-    return axes
 
 
 def _value(param: TableParam, one_layer: bool) -> Value | Problem:

@@ -346,6 +346,40 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(entry)
 
 
+def spec_axes(entries: Iterable[Any]) -> list[str]:
+    """Return the mesh axes of all entries of a spec, in order, with repetitions.
+
+    Example:
+        >>> spec_axes([("data", "fsdp"), None, "data"])
+        ['data', 'fsdp', 'data']
+    """
+    axes: list[str] = []
+    for entry in entries:
+        axes += entry_axes(entry)
+    return axes
+
+
+def nontrivial_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return axis → size, of the axes larger than 1.
+
+    Example:
+        >>> nontrivial_axes({"data": 2, "fsdp": 1})
+        {'data': 2}
+    """
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Return a text for the axes larger than 1.
+
+    Example:
+        >>> axes_text({"data": 2, "fsdp": 1, "tensor": 4}), axes_text({"data": 1})
+        ('data=2 tensor=4', 'one device')
+    """
+    split = [f"{axis}={size}" for axis, size in nontrivial_axes(sizes).items()]
+    return " ".join(split) or "one device"
+
+
 def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     """Return the entry of a `PartitionSpec` for mesh axes: the inverse of `entry_axes`."""
     if not axes:

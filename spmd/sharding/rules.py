@@ -45,7 +45,7 @@ from spmd.sharding.layer_paths import (
     strip_layer_numbers,
     undivided_stacks,
 )
-from spmd.sharding.mesh import GATHERED_AXES, AnyMesh, entry_axes, shards_of
+from spmd.sharding.mesh import GATHERED_AXES, AnyMesh, entry_axes, shards_of, spec_axes
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.tree_shardings import check_mesh, tree_shardings
 
@@ -201,7 +201,7 @@ class Rules:
         split = set[str]()
         for _, value in self.params:
             if isinstance(value, P):
-                split.update(_axes_of(value))
+                split.update(spec_axes(value))
         return tuple(axis for axis in GATHERED_AXES if axis in split)
 
     @functools.cached_property
@@ -328,7 +328,7 @@ class Rules:
                 problems.append(self._unmatched(path, names, tied))
                 continue
             winners.add(match.index)
-            has_known_axes = axes.keys() >= set(_axes_of(match.spec))
+            has_known_axes = axes.keys() >= set(spec_axes(match.spec))
             if has_known_axes and match.rule not in unusable:
                 spec = P(*drop_stacks(tuple(match.spec), path, self.stacks, undivided))
                 match = dataclasses.replace(match, spec=spec)
@@ -570,7 +570,7 @@ def _axis_problems(where: str, spec: P, axes: Collection[str]) -> list[Problem]:
     """Return a problem for each unknown or repeated axis of a spec."""
     problems = []
     repeated = repeated_axes(spec)
-    for axis in dict.fromkeys(_axes_of(spec)):
+    for axis in dict.fromkeys(spec_axes(spec)):
         if axis not in axes:
             what = f"{spec_text(spec)} names the unknown axis {axis!r}"
             problems.append(Problem(where, what, fix=did_you_mean(axis, axes)))
@@ -647,16 +647,8 @@ def spec_text(spec: P) -> str:
 
 def repeated_axes(spec: Iterable[Any]) -> list[str]:
     """Return the mesh axes repeated in a spec."""
-    used = _axes_of(spec)
+    used = spec_axes(spec)
     return [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
-
-
-def _axes_of(spec: Iterable[Any]) -> list[str]:
-    """Return the mesh axes of all entries, in order, with repetitions."""
-    axes: list[str] = []
-    for entry in spec:
-        axes += entry_axes(entry)
-    return axes
 
 
 def placement(spec: P) -> tuple[tuple[str, ...], ...]:

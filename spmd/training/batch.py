@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import MeshError, Problem, check_type, first_of
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import entry_axes
+from spmd.sharding.mesh import spec_axes
 from spmd.sharding.rules import audit_spec
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -39,7 +39,7 @@ def _leaf_problems(plan: ShardingPlan, path: str, x: Any, spec: P) -> list[Probl
     wrong = check_type(where, x, _ARRAYS, "a NumPy or JAX array")
     if wrong:
         return wrong
-    axes = [axis for entry in spec for axis in entry_axes(entry)]
+    axes = spec_axes(spec)
     unknown = [axis for axis in axes if axis not in plan.mesh.shape]
     if unknown:
         what = f"is split over {', '.join(unknown)}, which the plan's mesh does not have"
