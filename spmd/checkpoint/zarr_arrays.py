@@ -61,11 +61,6 @@ class StoredArray:
         return _grid(self.shape, self.chunks)
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk, without its checksum."""
-        return math.prod(self.chunks) * self.dtype.itemsize
-
-    @property
     def stored_dtype(self) -> np.dtype:
         """Dtype in the store."""
         if self.dtype.name in _STORED_AS_BYTES:

@@ -6,6 +6,7 @@ on.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,11 +30,10 @@ from spmd.data.chat import (
 )
 from spmd.data.corpus import (
     SPLITS,
-    CacheErrors,
     Corpus,
     read_count,
-    rebuilt_line,
     score,
+    unless_damaged,
     validation_cut,
 )
 from spmd.data.documents import FileProblems
@@ -445,12 +445,7 @@ def _open_cached(
 
     None if a cache is missing or damaged; a line about a damaged one is added to `notes`.
     """
-    try:
-        return _read_cached(folder, vocab)
-    except CacheErrors as error:
-        if notes is not None and folder.exists():
-            notes.append(rebuilt_line(folder, error))
-        return None
+    return unless_damaged(folder, functools.partial(_read_cached, folder, vocab), notes)
 
 
 def _read_cached(folder: Path, vocab: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:

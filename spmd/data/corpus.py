@@ -6,11 +6,12 @@ tokenizer, the split.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,8 @@ _ABOUT = "corpus.json"
 _MAX_ABOUT_BYTES = 2**20
 _MAX_COUNT = 2**62
 _NAMES = (*SPLITS, *(f"{split}_ends" for split in SPLITS))
+
+T = TypeVar("T")
 
 CacheErrors = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """Errors of a missing or damaged cache."""
@@ -209,8 +212,18 @@ def _open_cached(
 
     A line about a damaged one is added to `notes`.
     """
+    return unless_damaged(folder, functools.partial(_read_cached, folder, vocab), notes)
+
+
+def unless_damaged(folder: Path, read: Callable[[], T], notes: list[str] | None) -> T | None:
+    """Return the content of a cache; None if it is missing or damaged.
+
+    Args:
+        read: Reads it, or raises one of `CacheErrors`.
+        notes: A line about a damaged one is added to them.
+    """
     try:
-        return _read_cached(folder, vocab)
+        return read()
     except CacheErrors as error:
         if notes is not None and folder.exists():
             notes.append(rebuilt_line(folder, error))

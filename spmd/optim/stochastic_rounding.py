@@ -14,8 +14,11 @@ import numpy as np
 _GOLDEN = np.uint32(0x9E3779B9)
 
 
-def _mix(bits: jax.Array) -> jax.Array:
-    """Mix 32 bits so that each bit of the result depends on every bit: MurmurHash3's finalizer."""
+def mix_bits(bits: jax.Array) -> jax.Array:
+    """Apply the finalizer of MurmurHash3 (Appleby, 2011), a bijection of uint32.
+
+    Each bit changes half of the output bits.
+    """
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
@@ -32,8 +35,8 @@ def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
         length = below.shape[-1]
         shape = (1,) * (below.ndim - 1) + (-1,)
     places = jnp.arange(length, dtype=jnp.uint32)
-    salt = _mix(places * _GOLDEN + seed).reshape(shape)  # [1, …, n]
-    return _mix(below ^ salt)
+    salt = mix_bits(places * _GOLDEN + seed).reshape(shape)  # [1, …, n]
+    return mix_bits(below ^ salt)
 
 
 def salt_of(path: str) -> int:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import Problem
 from spmd.host_memory.chunks import UpdateChunk, chunk_large_array
+from spmd.optim.stochastic_rounding import mix_bits
 from spmd.sharding.mesh import AnyMesh
 
 LANES = (0x9E3779B1, 0x85EBCA77)
@@ -132,7 +133,7 @@ def _sums(
         stride *= sizes[i]
     sums = []
     for lane in LANES:
-        mixed = _mix(words + position * jnp.uint32(lane))
+        mixed = mix_bits(words + position * jnp.uint32(lane))
         sums.append(mixed.sum(dtype=jnp.uint32))
     return jnp.stack(sums)
 
@@ -151,16 +152,6 @@ def _words(x: jax.Array) -> jax.Array:
     bits = min(jax.dtypes.itemsize_bits(x.dtype), 32)
     words = jax.lax.bitcast_convert_type(x, f"uint{bits}")
     return words.astype(jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Apply the finalizer of MurmurHash3 (Appleby, 2011), a bijection.
-
-    Each bit changes half of the output bits.
-    """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def replica_differences(digests: Digests, abstract: tree.PyTree, mesh: AnyMesh) -> list[Problem]:

@@ -424,8 +424,7 @@ def build_schedule(config: TrainConfig, mesh: AnyMesh) -> Schedule | None:
     if pipeline.schedule.endswith(".csv"):
         return _read_schedule(config, stages)
     microbatches = pipeline.microbatches or _default_microbatches(config, mesh)
-    default_chunks = 2 if pipeline.schedule == "interleaved" else 1
-    return make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks or default_chunks)
+    return make_schedule(pipeline.schedule, stages, microbatches, pipeline.stage_chunks)
 
 
 def _read_schedule(config: TrainConfig, stages: int) -> Schedule:

@@ -138,6 +138,15 @@ class PipelineConfig:
     memory, a quarter more time. pipedream keeps inputs."""
 
     @property
+    def stage_chunks(self) -> int:
+        """Groups of layers per stage, with the default in place of 0."""
+        if self.chunks:
+            return self.chunks
+        if self.schedule == "interleaved":
+            return 2
+        return 1
+
+    @property
     def recomputes(self) -> bool:
         """Whether a backward task runs the forward pass of its stage again."""
         return self.keep == "inputs" or self.schedule == "pipedream"

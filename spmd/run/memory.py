@@ -355,8 +355,8 @@ class SaveInMemory(Hook):
         )
 
 
-def steps_between(copy: float, step: float, cost: float = COST) -> int:
-    """Return the fewest steps between copies within a fraction of the time.
+def steps_between(copy: float, step: float) -> int:
+    """Return the fewest steps between copies within `COST`, a fraction of the time.
 
     Args:
         copy: Seconds of a copy.
@@ -366,4 +366,4 @@ def steps_between(copy: float, step: float, cost: float = COST) -> int:
         >>> steps_between(copy=0.1, step=1.0), steps_between(copy=0.01, step=1.0)
         (5, 1)
     """
-    return max(math.ceil(round(copy / (cost * step), 6)), 1)
+    return max(math.ceil(round(copy / (COST * step), 6)), 1)

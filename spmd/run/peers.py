@@ -135,10 +135,6 @@ class PeerCopies:
         """Sender of the copies in this process's memory."""
         return (self._own - self._shift) % len(self._peers)
 
-    def holder_of(self, process: int) -> int:
-        """Return the process with the copies of another."""
-        return (process + self._shift) % len(self._peers)
-
     @property
     def source_bytes(self) -> int:
         """Bytes of the state of the sender."""

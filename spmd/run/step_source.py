@@ -93,9 +93,9 @@ class StepSource(abc.ABC):
     def on(self, mesh: AnyMesh, chip: str = "") -> PlannedStep:
         """Make the step on a mesh, and check it; `chip` is the kind of absent devices."""
 
-    @abc.abstractmethod
     def estimate_time(self, planned: PlannedStep, topology: Topology) -> StepTime:
-        """Predict the time of a step without a compiler."""
+        """Predict the time of a step without a compiler: by the roofline of its trace."""
+        return estimate_traced_time(planned, topology)
 
     def workload(self, planned: PlannedStep) -> Workload | None:
         """Return the numbers of a transformer's step; None for another model."""
@@ -285,10 +285,6 @@ class StepFile(StepSource):
             returned = self.make(mesh, **self.settings)
         return read_made(self.name, returned, mesh)
 
-    def estimate_time(self, planned: PlannedStep, topology: Topology) -> StepTime:
-        """Predict the time of a step by the roofline of its trace."""
-        return estimate_traced_time(planned, topology)
-
 
 @dataclasses.dataclass(frozen=True)
 class ReadyStep(StepSource):
@@ -354,10 +350,6 @@ class ReadyStep(StepSource):
             return self.on(mesh).step, self.batches
         plan = dataclasses.replace(self.step.plan, mesh=mesh)
         return dataclasses.replace(self.step, plan=plan), self.batches
-
-    def estimate_time(self, planned: PlannedStep, topology: Topology) -> StepTime:
-        """Predict the time of a step by the roofline of its trace."""
-        return estimate_traced_time(planned, topology)
 
 
 def _count_devices(shape: MeshShape, devices: int) -> int:

@@ -520,7 +520,7 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
     """Return the numbers of the pipeline over `mesh.pipe`."""
     pipeline = config.pipeline
     microbatches = pipeline.microbatches
-    chunks = pipeline.chunks
+    chunks = pipeline.stage_chunks
     if mesh.pipe == 1:
         return _Pipeline(microbatches or 1, 0.0, recomputes=False)
     has_flush = pipeline.schedule != "pipedream"
@@ -532,10 +532,6 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> _Pipeline:
         has_flush = schedule.flush
     if not has_flush:
         return _Pipeline(microbatches, 0.0, recomputes=True)
-    if not chunks:
-        chunks = 1
-        if pipeline.schedule == "interleaved":
-            chunks = 2
     bubble = (mesh.pipe - 1) / (microbatches * chunks)
     longest = _longest_stage(repeats_of(config.model), mesh.pipe, chunks)
     return _Pipeline(microbatches, bubble, pipeline.recomputes, longest)

@@ -35,8 +35,10 @@ from spmd.sharding.strict_rules import (
     Value,
     as_python,
     quote,
+    size_columns,
     source_text,
     strict_rules,
+    total_bytes,
 )
 
 
@@ -229,7 +231,7 @@ def _report(
     They list the bytes of each rule's parameters, dead and shadowed rules, and the matches of
     catch-alls.
     """
-    total = tree.human_bytes(_nbytes(params))
+    total = tree.human_bytes(total_bytes(params))
     yield f"{len(rules)} rules for re.search over {len(params)} parameters, {total}"
     yield "  rule  leaves       bytes"
     width = max((len(repr(rule.pattern)) for rule in rules), default=0)
@@ -240,22 +242,22 @@ def _report(
     for rule in rules:
         won = by_rule.get(rule.index, [])
         spec = source_text(rule.spec)
-        yield f"{rule.index:>6}  {_row(won)}  {rule.pattern!r:<{width}}  {spec}"
+        yield f"{rule.index:>6}  {size_columns(won)}  {rule.pattern!r:<{width}}  {spec}"
         if rule.is_catch_all:
             yield from _caught(rule, strict)
         else:
             yield from _losses(rule, params, len(won))
     small = by_rule.get(None, [])
     if small:
-        yield f"        {_row(small)}  one element, always replicated"
+        yield f"        {size_columns(small)}  one element, always replicated"
 
 
 def _caught(rule: SearchRule, strict: Iterable[StrictRule]) -> Iterator[str]:
     """Yield a line for each new rule made from a catch-all, the largest first."""
     caught = [new for new in strict if new.origin is rule]
-    caught.sort(key=lambda new: -_nbytes(new.params))
+    caught.sort(key=lambda new: -total_bytes(new.params))
     for new in caught:
-        yield f"        {_row(new.params)}  catch-all: {new.pattern}"
+        yield f"        {size_columns(new.params)}  catch-all: {new.pattern}"
 
 
 def _losses(rule: SearchRule, params: Iterable[TableParam], won: int) -> Iterator[str]:
@@ -281,15 +283,6 @@ def _losses(rule: SearchRule, params: Iterable[TableParam], won: int) -> Iterato
         if is_matched:
             of_which = " of more than one element"
         yield f"{'':28}dead: it matches no parameter{of_which}"
-
-
-def _nbytes(params: Iterable[TableParam]) -> int:
-    return sum(param.nbytes for param in params)
-
-
-def _row(params: Sequence[TableParam]) -> str:
-    """Return the number and the bytes of parameters, as two columns."""
-    return f"{len(params):>6}  {tree.human_bytes(_nbytes(params)):>10}"
 
 
 def _numbers(indices: Sequence[int]) -> str:

@@ -27,8 +27,10 @@ from spmd.sharding.strict_rules import (
     TableParam,
     Value,
     as_python,
+    size_columns,
     source_text,
     strict_rules,
+    total_bytes,
 )
 
 Names = Callable[[str], Any] | Iterable[tuple[str, str | None]]
@@ -412,7 +414,7 @@ class _Report:
 
     def lines(self, table: Rules) -> Iterator[str]:
         """Yield the lines: a row for each entry, then the parameters not in it."""
-        total = tree.human_bytes(_nbytes(self.params))
+        total = tree.human_bytes(total_bytes(self.params))
         counts = f"{len(self.plan)} entries, {len(self.params)} arrays, {total}"
         yield f"Parallel plan of {self.config}: {counts}"
         yield "arrays       bytes"
@@ -420,7 +422,7 @@ class _Report:
         style_width = max(len(entry.style) for entry in self.plan)
         for entry in self.plan:
             won = self._won_by(entry)
-            row = f"{_row(won)}  {entry.name:<{width}}  {entry.style:<{style_width}}"
+            row = f"{size_columns(won)}  {entry.name:<{width}}  {entry.style:<{style_width}}"
             yield f"{row}  {self._outcome(entry, won)}"
         yield from self._unplanned(table)
 
@@ -432,8 +434,8 @@ class _Report:
                 by_path.setdefault(table.layer_path(param.path)[0], []).append(param)
         if by_path:
             yield "Not in the plan, whole on every device:"
-        for path, params in sorted(by_path.items(), key=lambda item: -_nbytes(item[1])):
-            yield f"{_row(params)}  {path} {params[0].shape}"
+        for path, params in sorted(by_path.items(), key=lambda item: -total_bytes(item[1])):
+            yield f"{size_columns(params)}  {path} {params[0].shape}"
 
     def _won_by(self, entry: PlanEntry) -> list[TableParam]:
         """Return the parameters of an entry, the largest first."""
@@ -472,12 +474,3 @@ def _value_text(value: Value) -> str:
     if isinstance(value, Replicate):
         return "whole"
     return source_text(value)
-
-
-def _nbytes(params: Iterable[TableParam]) -> int:
-    return sum(param.nbytes for param in params)
-
-
-def _row(params: Sequence[TableParam]) -> str:
-    """Return the number and the bytes of parameters, as two columns."""
-    return f"{len(params):>6}  {tree.human_bytes(_nbytes(params)):>10}"

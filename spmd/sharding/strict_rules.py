@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from spmd import tree
 from spmd.sharding.layer_paths import Stack, names_of, stacked_text
 from spmd.sharding.patterns import PatternError, compile_pattern, compile_search
 from spmd.sharding.rules import ANY_PATH, Replicate, Rules, is_catch_all, matches, rule_name
@@ -46,6 +47,16 @@ class TableParam:
     stacks: tuple[Stack, ...]
     rule: SearchRule | None  # the first that matches, or None for one element
     hits: tuple[SearchRule, ...]
+
+
+def total_bytes(params: Iterable[TableParam]) -> int:
+    """Return the bytes of parameters."""
+    return sum(param.nbytes for param in params)
+
+
+def size_columns(params: Sequence[TableParam]) -> str:
+    """Return the number and the bytes of parameters, as two columns."""
+    return f"{len(params):>6}  {tree.human_bytes(total_bytes(params)):>10}"
 
 
 @dataclasses.dataclass(frozen=True)
