@@ -195,6 +195,21 @@ def size(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
+def with_noun(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun.
+
+    Args:
+        many: The plural, if it is not `one` with an s.
+
+    Example:
+        >>> with_noun(1, "row"), with_noun(2000, "row"), with_noun(2, "process", "processes")
+        ('1 row', '2,000 rows', '2 processes')
+    """
+    if number == 1:
+        return f"1 {one}"
+    return f"{number:,} {many or one + 's'}"
+
+
 def human_bytes(n: float) -> str:
     """Return bytes in binary units, with three significant digits.
 
@@ -222,7 +237,7 @@ def describe_arrays(tree: PyTree) -> str:
     for leaf in leaves:
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             total += math.prod(leaf.shape) * leaf.dtype.itemsize
-    return f"{len(leaves):,} array{'s' * (len(leaves) != 1)} of {human_bytes(total)}"
+    return f"{with_noun(len(leaves), 'array')} of {human_bytes(total)}"
 
 
 def all_finite(tree: PyTree) -> jax.Array:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from spmd.doctor.diagnosis import Diagnosis, Report
 from spmd.doctor.timing import AxisTime, PairTime
-from spmd.tree import human_bytes
+from spmd.tree import human_bytes, with_noun
 
 
 def format_diagnosis(found: Diagnosis) -> str:
@@ -30,18 +30,11 @@ def _title(reports: Sequence[Report]) -> str:
         hosts.add(report.host)
     kind = reports[0].devices[0]
     counts = [
-        f"{_count(devices, 'device')} of the kind {kind} ({reports[0].platform})",
-        _count(len(reports), "process", "processes"),
-        _count(len(hosts), "host"),
+        f"{with_noun(devices, 'device')} of the kind {kind} ({reports[0].platform})",
+        with_noun(len(reports), "process", "processes"),
+        with_noun(len(hosts), "host"),
     ]
     return ", ".join(counts)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    """Return a number with its noun."""
-    if number == 1:
-        return f"1 {one}"
-    return f"{number} {many or one + 's'}"
 
 
 def _facts(found: Diagnosis, first: Report) -> str:
@@ -134,5 +127,5 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 def _verdict(found: Diagnosis) -> str:
     if not found.problems:
         return "no problem found"
-    title = f"{_count(len(found.problems), 'problem')}:"
+    title = f"{with_noun(len(found.problems), 'problem')}:"
     return "\n".join([title, *map(str, found.problems)])

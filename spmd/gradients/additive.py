@@ -33,7 +33,7 @@ from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.manual import manual_axes
 from spmd.plan.partition_safe import trace_call
-from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.mesh import BATCH_AXES, shards_of
 
 _DECLARE = "spmd.value_and_grad(loss_fn, additive=True) if it is a sum"
 _SUMS = 'return {"loss": losses.sum(), "weight": weights.sum()}'
@@ -346,7 +346,7 @@ def _shards() -> int:
     mesh = current().mesh
     if mesh is None:
         return 1
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return shards_of(BATCH_AXES, mesh.shape)
 
 
 def _mean_error(detail: str) -> ConfigError:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, is_prefix, spec_dims
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.rules import spec_text
 
 
@@ -86,7 +85,7 @@ class ExpertLayout:
         """The number of shards of the tokens."""
         if self.mesh is None:
             return 1
-        return math.prod(self.mesh.shape[axis] for axis in self.over)
+        return shards_of(self.over, self.mesh.shape)
 
     def decode(self, arrays: Sequence[Any], dtypes: Sequence[jnp.dtype]) -> tuple[Any, ...]:
         """Gather the codes of parameters in another form, and decode them, outside of the region."""

@@ -535,11 +535,11 @@ class _LinenFunctions:
         everything = {"params": params, **variables}
         if train:
             keywords = {**self.training, **keywords}
-            keys = _streams(key, self.rngs, also="params")
+            keys = _stream_keys(key, (*self.rngs, "params"))
             immutable = _NO_VARIABLES
         else:
             keywords = {**self.evaluation, **keywords}
-            keys = _streams(key, self.evaluation_rngs, also=None)
+            keys = _stream_keys(key, self.evaluation_rngs)
             immutable = (*_NO_VARIABLES, *variables)
         debugging = [name for name in DEBUGGING if name not in self.losses]
         mutable = nn.DenyList((*immutable, *debugging))
@@ -641,18 +641,11 @@ def _as_example(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _streams(
-    key: jax.Array | None, names: tuple[str, ...], also: str | None
-) -> dict[str, jax.Array]:
-    """Return a key for each random stream, and for one more."""
+def _stream_keys(key: jax.Array | None, names: Iterable[str]) -> dict[str, jax.Array]:
+    """Return a key for each random stream; none without a key."""
     if key is None:
         return {}
-    keys = {}
-    for number, name in enumerate((*names, also)):
-        stream = jax.random.fold_in(key, number)
-        if name is not None:
-            keys[name] = stream
-    return keys
+    return {name: jax.random.fold_in(key, number) for number, name in enumerate(names)}
 
 
 def _check_losses(unsown: Iterable[str]) -> None:

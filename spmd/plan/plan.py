@@ -47,6 +47,7 @@ from spmd.sharding.mesh import AnyMesh, axes_text, nontrivial_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec
 from spmd.sharding.rules import Match, Rules
 from spmd.sharding.uneven_stages import with_uneven_stages
+from spmd.tree import with_noun
 
 TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
 """The tables of entries in a plan."""
@@ -145,9 +146,15 @@ class ShardingPlan:
         return tree.nested(abstract)
 
     @functools.cached_property
+    def _param_shapes(self) -> Any:
+        """The parameters' shapes, in the dtypes of the training state."""
+        made = jax.eval_shape(self.model.init, abstract_key())
+        return _cast(made, self.precision.params_dtype)
+
+    @functools.cached_property
     def abstract_params(self) -> Any:
         """The parameters as `jax.ShapeDtypeStruct`s with shardings."""
-        return self._abstract(_abstract_params(self.model, self.precision), self.params)
+        return self._abstract(self._param_shapes, self.params)
 
     @functools.cached_property
     def abstract_variables(self) -> Any:
@@ -162,13 +169,13 @@ class ShardingPlan:
     @functools.cached_property
     def abstract_optimizer_state(self) -> Any:
         """The optimizer's state as `jax.ShapeDtypeStruct`s with shardings."""
-        state = jax.eval_shape(self.optimizer.init, _abstract_params(self.model, self.precision))
+        state = jax.eval_shape(self.optimizer.init, self._param_shapes)
         return self._abstract(state, self.optimizer_state)
 
     @functools.cached_property
     def gradient_shardings(self) -> Any:
         """The gradients' shardings, a tree like the parameters."""
-        gradients = self._abstract(_abstract_params(self.model, self.precision), self.gradients)
+        gradients = self._abstract(self._param_shapes, self.gradients)
         return jax.tree.map(lambda leaf: leaf.sharding, gradients)
 
     def _abstract(self, shapes: Any, entries: tuple[PlanEntry, ...]) -> Any:
@@ -576,9 +583,15 @@ def _check_rules(
             inputs.mesh, rules, inputs.optimizer, inputs.params, replicated
         )
         problems += [problem for problem in of_optimizer if problem not in problems]
-        raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
+        raise RuleError(
+            f"The rule table does not fit: {with_noun(len(problems), 'problem')}.", problems
+        )
     if by_name:
-        errors.add(RuleError(f"The rule table does not fit: {_count(by_name)}.", by_name))
+        errors.add(
+            RuleError(
+                f"The rule table does not fit: {with_noun(len(by_name), 'problem')}.", by_name
+            )
+        )
         return {}
     return recipes
 
@@ -631,7 +644,9 @@ def _resolve_state(
         )
         storage, problems = storage.resolved(inputs.optimizer, arrays)
     if problems:
-        raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
+        raise RuleError(
+            f"The optimizer does not fit: {with_noun(len(problems), 'problem')}.", problems
+        )
     return state, storage
 
 
@@ -754,17 +769,5 @@ def _cast(arrays: Any, dtype: jnp.dtype) -> Any:
     return jax.eval_shape(functools.partial(cast_floats, dtype=dtype), arrays)
 
 
-def _abstract_params(model: Model, precision: Precision) -> Any:
-    return jax.eval_shape(
-        lambda key: cast_floats(model.init(key), precision.params_dtype), abstract_key()
-    )
-
-
 def _abstract_variables(model: Model) -> Any:
     return jax.eval_shape(model.init_variables, abstract_key())
-
-
-def _count(problems: list[Problem]) -> str:
-    if len(problems) == 1:
-        return "1 problem"
-    return f"{len(problems)} problems"

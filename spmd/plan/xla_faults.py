@@ -7,7 +7,6 @@ function with the same results.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 from spmd.plan.context import keep_whole
 from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.scopes import read_fault
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
 
 Formula = Callable[..., Any]
 """A function of an operation's operands that returns its results."""
@@ -81,16 +80,12 @@ def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     numbers = operation.params["dimension_numbers"]
     batch = _axes_of_examples(operation, mesh)
     channels = _axes_of_groups(operation, mesh)
-    groups = operation.params["feature_group_count"] // _parts(channels, mesh)
+    groups = operation.params["feature_group_count"] // shards_of(tuple(channels), mesh.shape)
     local = functools.partial(_bind, operation, feature_group_count=groups)
     images = _spec({numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: channels})
     kernel = _spec({numbers.rhs_spec[0]: channels})
     result = _spec({numbers.out_spec[0]: batch, numbers.out_spec[1]: channels})
     return shard_map_over(mesh, split_axes(mesh), local, (images, kernel), result)
-
-
-def _parts(axes: Sequence[str], mesh: AnyMesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _axes_of_examples(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
@@ -99,7 +94,7 @@ def _axes_of_examples(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
     axes = tuple(axis for axis in BATCH_AXES if axis in split)
     dim = operation.params["dimension_numbers"].lhs_spec[0]
     examples = operation.inputs[0].shape[dim]
-    if operation.params["batch_group_count"] > 1 or examples % _parts(axes, mesh):
+    if operation.params["batch_group_count"] > 1 or examples % shards_of(tuple(axes), mesh.shape):
         return ()
     return axes
 

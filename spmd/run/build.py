@@ -317,7 +317,7 @@ def build_transforms(
         transforms.append(powersgd)
     if schedule and not schedule.flush:
         transforms.append(InFlight.of(loss_fn, tabulate(schedule), abstract_batch(config)))
-    if skips_updates(config) and not build_precision(config).loss_scale:
+    if _optimizer_skips(config):
         transforms.append(KeepCarry())
     return tuple(transforms)
 
@@ -350,6 +350,11 @@ def skips_updates(config: TrainConfig) -> bool:
     return build_precision(config).loss_scale is not None
 
 
+def _optimizer_skips(config: TrainConfig) -> bool:
+    """Return whether the optimizer itself skips bad updates: a loss scale does it without."""
+    return skips_updates(config) and build_precision(config).loss_scale is None
+
+
 def build_optimizer(config: TrainConfig, model: Model) -> optax.GradientTransformation:
     """Return the optimizer of the training state: with replicas, the outer one.
 
@@ -358,7 +363,7 @@ def build_optimizer(config: TrainConfig, model: Model) -> optax.GradientTransfor
     if config.diloco.every:
         return config.diloco.outer_optimizer()
     optimizer = make_optimizer(config.optimizer, config.steps, config.rules.stacked, model=model)
-    if not skips_updates(config) or build_precision(config).loss_scale:
+    if not _optimizer_skips(config):
         return optimizer
     recovery = config.recovery
     factor = recovery.spike_factor if recovery.on_spike == "skip" else 0.0
@@ -701,8 +706,10 @@ def find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 def _check_no_other_tokenizer(init: str) -> None:
     """Raise `ConfigError` if bytes are to train parameters with a tokenizer of their own."""
+    if not init:
+        return
     theirs = local_path(init, is_side_file) / TOKENIZER
-    if init and theirs.exists():
+    if theirs.exists():
         problem = Problem(
             "data.tokenizer",
             f"is bytes, and {init} has its own",

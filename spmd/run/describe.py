@@ -47,7 +47,7 @@ from spmd.run.recipes import device_kind, recipe_lines
 from spmd.run.teacher_plan import read_model
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.layer_paths import is_staged, own_stacks
-from spmd.tree import human_bytes
+from spmd.tree import human_bytes, with_noun
 
 
 def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
@@ -260,7 +260,7 @@ def mixture_line(config: TrainConfig) -> str:
         share = each.weight / total
         limit = ""
         if each.epochs:
-            limit = f", at most {each.epochs} epoch{'s' * (each.epochs > 1)}"
+            limit = f", at most {with_noun(each.epochs, 'epoch')}"
         named.append(f"{each.name} {share:.4g} ({rows * data.sequence:,}{limit})")
     return f"\nmixture {', '.join(named)} of {examples * data.sequence:,} tokens"
 

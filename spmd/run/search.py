@@ -36,7 +36,15 @@ from spmd.run.preflight import check_config, check_planned_init
 from spmd.run.step_source import ConfigSource, StepFile, StepSource, time_compiled_step
 from spmd.run.step_time import ModelNumbers, count_model, workload
 from spmd.settings.compress import NO_COMPRESSION
-from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, spec_axes
+from spmd.sharding.mesh import (
+    AXES,
+    BATCH_AXES,
+    AnyMesh,
+    MeshShape,
+    abstract_mesh,
+    shards_of,
+    spec_axes,
+)
 from spmd.sharding.rules import Rules
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, hardware_of
@@ -601,7 +609,7 @@ def _times_as_many(setup: TrainSetup, times: int, keep: Kept) -> dict[str, Any] 
     if times == 1:
         return {"pipeline": pipeline}
     parts = count_microbatches(config, setup.schedule) * times
-    shards = math.prod(setup.mesh.shape[axis] for axis in BATCH_AXES)
+    shards = shards_of(BATCH_AXES, setup.mesh.shape)
     if config.data.batch % (shards * config.accumulate * parts):
         return None
     if setup.schedule is None:
@@ -650,8 +658,7 @@ def _splits_state(config: TrainConfig[Any], shape: MeshShape) -> bool:
 
 def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) -> bool:
     """Return true if the batch divides into so many parts, and each stage gets one."""
-    shards = shape.data * shape.fsdp * shape.expert
-    if config.data.batch % (shards * parts):
+    if config.data.batch % (shards_of(BATCH_AXES, shape.sizes) * parts):
         return False
     return shape.pipe == 1 or parts >= shape.pipe
 
@@ -748,7 +755,7 @@ def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -
     not fit.
     """
     microbatches = config.accumulate * count_microbatches(config, build_schedule(config, mesh))
-    least = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * microbatches
+    least = shards_of(BATCH_AXES, mesh.shape) * microbatches
     limit = topology.memory or 0
     found = _memory_of_batch(config, topology, mesh, least)
     if found > limit:

@@ -70,7 +70,7 @@ from spmd.training.loop import Hook, fit
 from spmd.training.serialized_step import LoweringCheck
 from spmd.training.state import ModelState
 from spmd.training.step import TrainStep, make_eval_step
-from spmd.tree import human_bytes
+from spmd.tree import human_bytes, with_noun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RunResult:
     preempted: int | None
 
     def __repr__(self) -> str:
-        parts = [f"{self.steps:,} step{'s' * (self.steps != 1)} in {human_duration(self.seconds)}"]
+        parts = [f"{with_noun(self.steps, 'step')} in {human_duration(self.seconds)}"]
         if "loss" in self.metrics:
             parts.append(f"loss {float(self.metrics['loss']):.4g}")
         for name, value in self.evaluation.items():
@@ -439,7 +439,7 @@ class _Session:
                 run.step.compile(batch)
                 self.telemetry.watchdog.reset("a shape of batches was compiled")
         seconds = time.perf_counter() - began
-        shapes = f"{len(left)} more shape{'s' * (len(left) != 1)} of batches"
+        shapes = f"{with_noun(len(left), 'more shape')} of batches"
         self.telemetry.note(f"compiled the step for {shapes} in {human_duration(seconds)}")
 
     def program_hooks(self, save: Save) -> list[Hook]:

@@ -9,6 +9,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.model_interface.model_config import HasLayers, HasPattern, LayerPattern
 from spmd.pipeline.schedule import Schedule
 from spmd.run.config import ModelConfig
+from spmd.tree import with_noun
 
 
 def check_stages(model: ModelConfig, schedule: Schedule | None) -> None:
@@ -30,7 +31,7 @@ def _layer_problems(layers: int, schedule: Schedule) -> list[Problem]:
     if not fix:
         return []
     parts = schedule.stages * schedule.chunks
-    detail = f"{_count(layers, 'layer')} / {_divisor(schedule)} = {layers / parts:.4g}"
+    detail = f"{with_noun(layers, 'layer')} / {_divisor(schedule)} = {layers / parts:.4g}"
     return [Problem("mesh.pipe", "does not divide the layers", detail, fix)]
 
 
@@ -61,17 +62,17 @@ def _pattern_problems(pattern: LayerPattern, schedule: Schedule) -> list[Problem
         return []
     what = "does not divide the repeats of the group of layers"
     if repeats == 1:
-        period = _count(size, "layer")
+        period = with_noun(size, "layer")
         what = f"divides repeats, and the longest period of this pattern, {period}, occurs once"
         fix = "mesh.pipe 1"
-    counted = f"{_count(repeats, 'repeat')} × {_count(size, 'layer')}"
+    counted = f"{with_noun(repeats, 'repeat')} × {with_noun(size, 'layer')}"
     if pattern.first:
         counted = f"{len(pattern.first)} first + {counted}"
     if pattern.last:
         counted += f" + {len(pattern.last)} last"
     parts = schedule.stages * schedule.chunks
-    total = _count(ends + repeats * size, "layer")
-    division = f"{_count(repeats, 'repeat')} / {_divisor(schedule)} = {repeats / parts:.4g}"
+    total = with_noun(ends + repeats * size, "layer")
+    division = f"{with_noun(repeats, 'repeat')} / {_divisor(schedule)} = {repeats / parts:.4g}"
     return [Problem("mesh.pipe", what, f"{counted} = {total}; {division}", fix)]
 
 
@@ -81,9 +82,3 @@ def _divisor(schedule: Schedule) -> str:
     if schedule.chunks > 1:
         text += f" × {schedule.chunks} chunks"
     return f"({text})"
-
-
-def _count(number: int, thing: str) -> str:
-    if number == 1:
-        return f"1 {thing}"
-    return f"{number} {thing}s"

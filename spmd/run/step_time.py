@@ -46,7 +46,7 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import CompiledStep, PlannedStep
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
-from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, shards_of, slice_numbers
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, compiled_rates, hardware_of
 from spmd.step_time.network import make_network
@@ -101,26 +101,9 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         ConfigError: Adapters are trained, or there is a teacher.
     """
     model, plan = setup.config.model, setup.plan
-    if setup.teacher is not None:
-        what = "is a second model in the step, and no rates are fitted to two"
-        fix = "--teacher '', or spmd plan --compile"
-        problem = Problem("teacher", what, fix=fix)
-        raise ConfigError("The time of a step cannot be predicted:", [problem])
-    if setup.config.lora.targets:
-        problem = Problem(
-            "lora.targets",
-            "has adapters, whose steps no rates are fitted to",
-            fix="--lora.targets, without any",
-        )
-        raise ConfigError("The time of a step cannot be predicted:", [problem])
-    if not isinstance(model, CountsFlops):
-        problem = Problem(
-            "model",
-            f"{type(model).__name__} does not count its FLOPs",
-            fix="properties layers, attention_width and matmul_params "
-            "(`spmd.run.config.CountsFlops`)",
-        )
-        raise ConfigError("The time of a step cannot be predicted:", [problem])
+    problems = _count_problems(setup)
+    if problems:
+        raise ConfigError("The time of a step cannot be predicted:", problems)
     router = router_of(model)
     routed = 0
     experts = 0
@@ -149,6 +132,23 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         hidden=hidden * max(1, routed),
         routed=routed,
     )
+
+
+def _count_problems(setup: TrainSetup) -> list[Problem]:
+    """Return why a model cannot be counted."""
+    model = setup.config.model
+    problems: list[Problem] = []
+    if setup.teacher is not None:
+        what = "is a second model in the step, and no rates are fitted to two"
+        problems.append(Problem("teacher", what, fix="--teacher '', or spmd plan --compile"))
+    if setup.config.lora.targets:
+        what = "has adapters, whose steps no rates are fitted to"
+        problems.append(Problem("lora.targets", what, fix="--lora.targets, without any"))
+    if not isinstance(model, CountsFlops):
+        what = f"{type(model).__name__} does not count its FLOPs"
+        fix = "properties layers, attention_width and matmul_params (`spmd.run.config.CountsFlops`)"
+        problems.append(Problem("model", what, fix=fix))
+    return problems
 
 
 def _updated_plan(plan: ShardingPlan) -> ShardingPlan:
@@ -492,7 +492,7 @@ def _data_share(
         return 1.0
     rows: float = model.width
     if config.zero >= 2:
-        rows /= math.prod(mesh.sizes[axis] for axis in config.rules.gathered_axes)
+        rows /= shards_of(config.rules.gathered_axes, mesh.sizes)
     columns = model.hidden / mesh.tensor
     if every:
         outer = OuterExchange(abstract_mesh(mesh), config.diloco.codec)

@@ -48,6 +48,7 @@ from spmd.sharding.layer_paths import (
 from spmd.sharding.mesh import GATHERED_AXES, AnyMesh, entry_axes, shards_of, spec_axes
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.tree_shardings import check_mesh, tree_shardings
+from spmd.tree import with_noun
 
 Tied = Iterable[Sequence[str]]
 """Groups of paths; the paths of a group are names of one array."""
@@ -166,7 +167,7 @@ class Rules:
         for field in ("params", "activations", "batch", "logical"):
             count = len(getattr(self, field))
             if count:
-                parts.append(f"{field}: {count} row{'s' * (count > 1)}")
+                parts.append(f"{field}: {with_noun(count, 'row')}")
         if self.stacked is not None:
             parts.append(f"stacked={self.stacked!r}")
         return f"Rules({', '.join(parts)})"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from spmd.chips import ClosedRates
 from spmd.observe.metrics import mean_keys, transformer_flops
-from spmd.sharding.mesh import GATHERED_AXES, TOKEN_AXES
+from spmd.sharding.mesh import GATHERED_AXES, TOKEN_AXES, shards_of
 from spmd.step_time.network import Network
 
 _FORWARD, _BACKWARD = 1.0, 2.5
@@ -139,7 +139,7 @@ class Workload:
     @property
     def gathered_parts(self) -> int:
         """Number of devices that a parameter is gathered from."""
-        return math.prod(self.mesh[axis] for axis in self.gathered_axes)
+        return shards_of(self.gathered_axes, self.mesh)
 
     @property
     def keys(self) -> float:
@@ -154,7 +154,7 @@ class Workload:
     @property
     def device_tokens(self) -> float:
         """Tokens of one device in one microbatch."""
-        shards = math.prod(self.mesh[axis] for axis in TOKEN_AXES)
+        shards = shards_of(TOKEN_AXES, self.mesh)
         return self.tokens / shards / self.microbatches
 
     @property

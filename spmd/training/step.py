@@ -39,6 +39,7 @@ from spmd.training.state import (
     init_state,
     place_state,
 )
+from spmd.tree import with_noun
 
 Watch = Callable[[TrainState, TrainState], Any]
 """Metric of a step: a function of the states before and after it."""
@@ -82,9 +83,7 @@ class TrainStep:
 
     def __repr__(self) -> str:
         count = len(self._compiled)
-        return (
-            f"TrainStep(compiled for {count} shape{'s' * (count != 1)} of batches; {self.plan!r})"
-        )
+        return f"TrainStep(compiled for {with_noun(count, 'shape')} of batches; {self.plan!r})"
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` is donated.
