@@ -213,15 +213,15 @@ def train_in_folder(
         supervision = stack.enter_context(Supervision(worker, lease.number, log.say))
         memory = _state_memory(run, worker, lease, log.say)
         session = _Session(
-            run,
-            console,
-            checkpoints,
-            telemetry,
-            preemption,
-            tracing,
-            program,
-            supervision,
-            memory,
+            run=run,
+            console=console,
+            checkpoints=checkpoints,
+            telemetry=telemetry,
+            preemption=preemption,
+            profile=tracing,
+            program=program,
+            supervision=supervision,
+            memory=memory,
         )
         return session.train(resume)
 

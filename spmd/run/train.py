@@ -127,19 +127,20 @@ def train(
         if worker is not None:
             worker = dataclasses.replace(worker, address=own_address(launch_args))
         resumes = folder.check_use_together(resume)
-        before = attempt.share()
+        earlier_attempt = attempt.share()
         was_checked = worker is not None and worker.is_restart
         mesh = config_mesh(config)
         checked = check(config, mesh, resumes, folder, source, was_checked=was_checked)
         if resumes:
             # A set that was named after the run has begun has no file in its folder.
             named = pairs_with_reference(part for each in checked.sets for part in each.parts)
-            find_references(checked.setup, named, folder.fetch_reference())
+            if named:
+                find_references(checked.setup, named, folder.fetch_reference())
         run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
-            print(f"{before}\n".lstrip(), end="", flush=True)
-        said += before.splitlines()
+            print(f"{earlier_attempt}\n".lstrip(), end="", flush=True)
+        said += earlier_attempt.splitlines()
         result = run.train(
             resume,
             take_over=take_over,
@@ -151,9 +152,9 @@ def train(
         if result.preempted is None:
             attempt.finish()
     if result.preempted is None:
-        _compare(config, checked.text, result)
+        _print_bigram_loss(config, checked.text, result)
         if config.sample.prompt:
-            _sample(checked.setup, checked.text.tokenizer, result)
+            _print_sample(checked.setup, checked.text.tokenizer, result)
     return result
 
 
@@ -380,7 +381,7 @@ class CopySourceFiles(Hook):
             copy_source_files(self.setup, self.folder)
 
 
-def _compare(config: TrainConfig, text: TextDataset, result: RunResult) -> None:
+def _print_bigram_loss(config: TrainConfig, text: TextDataset, result: RunResult) -> None:
     """Print the validation loss of a bigram count model, if its table is small."""
     corpus = text.sets[0].text
     vocab = text.tokenizer.vocab
@@ -393,7 +394,7 @@ def _compare(config: TrainConfig, text: TextDataset, result: RunResult) -> None:
         print(wrap_to_terminal(f"\n{model} has a validation loss of {baseline:.4f}"))
 
 
-def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:
+def _print_sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:
     """Generate and print the config's sample; all processes take part."""
     config = setup.config
     sample = config.sample
