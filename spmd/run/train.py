@@ -132,10 +132,7 @@ def train(
         mesh = config_mesh(config)
         checked = check(config, mesh, resumes, folder, source, was_checked=was_checked)
         if resumes:
-            # A set that was named after the run has begun has no file in its folder.
-            named = pairs_with_reference(part for each in checked.sets for part in each.parts)
-            if named:
-                find_references(checked.setup, named, folder.fetch_reference())
+            _find_references(checked, folder)
         run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
@@ -156,6 +153,16 @@ def train(
         if config.sample.prompt:
             _print_sample(checked.setup, checked.text.tokenizer, result)
     return result
+
+
+def _find_references(checked: "CheckedRun", folder: RunDir) -> None:
+    """Give evaluation sets the reference model's log-probabilities.
+
+    A set that was named after the run has begun has no file in its folder.
+    """
+    named = pairs_with_reference(part for each in checked.sets for part in each.parts)
+    if named:
+        find_references(checked.setup, named, folder.fetch_reference())
 
 
 def run_dir(config: TrainConfig, source: Path | None) -> RunDir:
