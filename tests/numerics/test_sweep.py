@@ -32,6 +32,7 @@ def test_every_example_is_as_on_one_device(part):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.soak
 def test_control_without_the_gather_a_fault_is_found(monkeypatch):
     """If inputs enter the loss as they are stored, XLA computes some of the examples wrongly."""
     monkeypatch.setattr(partition_safe, "gathered", lambda x, placement, **options: x)

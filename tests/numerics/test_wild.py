@@ -137,7 +137,7 @@ def plain_losses(example, params, variables):
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize("name", soak_but(EXAMPLES, "resnet", "bert", "scanned"))
+@pytest.mark.parametrize("name", soak_but(EXAMPLES, "resnet", "bert"))
 def test_losses_are_those_of_a_plain_loop(name, sizes):
     """Five steps of one network, to 1e-5."""
     example = EXAMPLES[name]

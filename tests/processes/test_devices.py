@@ -76,6 +76,7 @@ def test_control_cpus_that_were_asked_for_are_used(nvidia, flags, variables):
     assert "platform:" not in done.stderr
 
 
+@pytest.mark.soak
 def test_a_platform_without_devices_is_refused(tmp_path):
     """A job that asked for a platform does not train on CPUs, whoever asked."""
     write_config(tmp_path)
@@ -86,16 +87,12 @@ def test_a_platform_without_devices_is_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("machine", "code", "said"),
     [
         ("a100-40gb:1x8", 0, "a100-40gb, and is left"),
-        pytest.param(
-            "v5litepod-48",
-            2,
-            "the nearest are v5litepod-32 and v5litepod-64",
-            marks=pytest.mark.soak,
-        ),
+        ("v5litepod-48", 2, "the nearest are v5litepod-32 and v5litepod-64"),
     ],
     ids=["chip", "control"],
 )
