@@ -84,6 +84,11 @@ class LazyLogits:
     bias: Float[Array, "vocab"] | None = None
     temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
 
+    @property
+    def vocab_dim(self) -> int:
+        """The dimension of the vocabulary in the kernel."""
+        return self.axes.index("o")
+
 
 def lazy_logits() -> contextlib.AbstractContextManager[None]:
     """Let models return `LazyLogits` inside; they may also return plain logits."""
@@ -112,16 +117,21 @@ class _Layout:
     z_loss: float = 0.0
     temperature: float = 1.0
 
+    @property
+    def vocab_dim(self) -> int:
+        """The dimension of the vocabulary in the kernel."""
+        return self.axes.index("o")
+
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets, weights and a bias."""
         local = functools.partial(_local, layout=self, differentiate=differentiate)
         if self.mesh is None:
             return local(*arrays)
         stored, _, kept = self.param.specs
-        in_specs = (self.of_x, stored, self.tokens, self.tokens, self.of_words)[: len(arrays)]
-        out_specs: tuple[P, ...] = (P(),) * self.sums
+        in_specs = (self.x_spec, stored, self.tokens, self.tokens, self.bias_spec)[: len(arrays)]
+        out_specs: tuple[P, ...] = (P(),) * self.sum_count
         if differentiate:
-            out_specs += (self.of_x, kept, self.of_words)[: len(arrays) - 2]
+            out_specs += (self.x_spec, kept, self.bias_spec)[: len(arrays) - 2]
         region = shard_map_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
         return region(*arrays)
 
@@ -131,26 +141,26 @@ class _Layout:
         if self.mesh is None:
             return local(*arrays)
         stored, _, _ = self.param.specs
-        in_specs = (self.of_x, stored, self.tokens, self.of_words)[: len(arrays)]
+        in_specs = (self.x_spec, stored, self.tokens, self.bias_spec)[: len(arrays)]
         region = shard_map_over(
             self.mesh, self.split, local, in_specs, (self.tokens, self.tokens), purpose=_PURPOSE
         )
         return region(*arrays)
 
     @property
-    def sums(self) -> int:
+    def sum_count(self) -> int:
         """Number of sums: the loss, predicted tokens and, if it has a weight, the z-loss."""
         if self.z_loss:
             return 3
         return 2
 
     @property
-    def of_x(self) -> P:
+    def x_spec(self) -> P:
         """The spec of `x`."""
         return P(*self.tokens, self.width or None)
 
     @property
-    def of_words(self) -> P:
+    def bias_spec(self) -> P:
         """The spec of a bias."""
         return P(self.vocabulary or None)
 
@@ -160,17 +170,17 @@ class _Layout:
         return tuple(spec_axes(self.tokens))
 
     @property
-    def joined(self) -> tuple[str, ...]:
+    def gathered_axes(self) -> tuple[str, ...]:
         """The axes of both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
         return tuple(axis for axis in self.token_axes if axis in self.vocabulary)
 
     @property
-    def along(self) -> tuple[tuple[str, ...], ...]:
+    def gathered_dims(self) -> tuple[tuple[str, ...], ...]:
         """The gathered axes of the dimensions of a chunk of `x`, `[1, token, d]`."""
-        return (), self.joined, self.width
+        return (), self.gathered_axes, self.width
 
     @property
-    def summed(self) -> tuple[str, ...]:
+    def summed_axes(self) -> tuple[str, ...]:
         """The axes of tokens and not of the vocabulary."""
         return tuple(axis for axis in self.token_axes if axis not in self.vocabulary)
 
@@ -205,7 +215,7 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
     """
     kernel = gather(head.kernel, head.placed, head.x.dtype)
     logits = _logits(head.x, kernel, head.axes, head.bias)
-    logits = soft_capped(_cooled(logits, head.temperature), head.soft_cap)
+    logits = soft_capped(_over_temperature(logits, head.temperature), head.soft_cap)
     return annotate(logits, head.logits)
 
 
@@ -215,7 +225,7 @@ def _logits(x: Array, kernel: Array, axes: str, bias: Array | None) -> Array:
     return plus_bias(logits, bias)
 
 
-def _cooled(logits: Array, temperature: float) -> Array:
+def _over_temperature(logits: Array, temperature: float) -> Array:
     """Return logits divided by a temperature, or gradients of logits before that division."""
     if temperature == 1:
         return logits
@@ -250,7 +260,7 @@ def chunked_cross_entropy(
         (4.1589, 2.0)
     """
     layout = dataclasses.replace(_layout(head, chunk), z_loss=z_loss)
-    return per_example(_sums)(head.x, head.kernel, targets, weights, head.bias, layout)
+    return per_example(_loss_sums)(head.x, head.kernel, targets, weights, head.bias, layout)
 
 
 def chunked_token_losses(
@@ -287,7 +297,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
     split = split_axes(mesh)
     *token_dims, width = spec_dims(spec, 3, split)
     examples, tokens = token_dims
-    dim = head.axes.index("o")
+    dim = head.vocab_dim
     vocabulary = spec_dims(head.placed.compute_spec, 2, split)[dim]
     if not set(width) <= set(vocabulary):
         width = ()
@@ -342,19 +352,19 @@ def _contiguous(dims: Dims, used: Dims, dim: int) -> Dims:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _sums(
+def _loss_sums(
     x: Array, kernel: Array, targets: Array, weights: Array, bias: Array | None, layout: _Layout
 ) -> Any:
     return layout.run(False, x, kernel, targets, weights, *_if_any(bias))
 
 
-def _forward(
+def _forward_of_sums(
     x: Array, kernel: Array, targets: Array, weights: Array, bias: Array | None, layout: _Layout
 ) -> tuple[Any, Any]:
     own_bias = _if_any(bias)
     found = layout.run(True, x, kernel, targets, weights, *own_bias)
     likes = [jnp.zeros((0,), a.dtype) for a in (x, kernel, *own_bias)]
-    return found[: layout.sums], (list(found[layout.sums :]), likes)
+    return found[: layout.sum_count], (list(found[layout.sum_count :]), likes)
 
 
 def _if_any(bias: Array | None) -> tuple[Array, ...]:
@@ -363,7 +373,7 @@ def _if_any(bias: Array | None) -> tuple[Array, ...]:
     return (bias,)
 
 
-def _backward(
+def _backward_of_sums(
     layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]
 ) -> Any:
     gradients, likes = saved
@@ -378,7 +388,7 @@ def _backward(
     return dx, dkernel, None, None, dbias
 
 
-_sums.defvjp(_forward, _backward)
+_loss_sums.defvjp(_forward_of_sums, _backward_of_sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -400,7 +410,7 @@ def _backward_of_losses(layout: _Layout, saved: Any, cotangents: tuple[Array, Ar
     own_bias = _if_any(bias)
     weights = cotangents[0].astype(jnp.float32)
     found = layout.run(True, x, kernel, targets, weights, *own_bias)
-    dx, dkernel, *rest = found[layout.sums :]
+    dx, dkernel, *rest = found[layout.sum_count :]
     dbias = None
     if bias is not None:
         dbias = rest[0].astype(bias.dtype)
@@ -432,7 +442,7 @@ def _gathered_head(
 ) -> tuple["_Head", int]:
     """Return the head of a device's tokens, with its kernel gathered, and the number of chunks."""
     batch, seq, _ = x.shape
-    tokens = batch * seq * _axis_size(layout.joined)
+    tokens = batch * seq * _axis_size(layout.gathered_axes)
     with in_scope(layout.param.scope):
         whole = layout.param.gather(kernel, x.dtype)
     return _Head(layout, whole, tokens, bias), -(-tokens // layout.chunk)
@@ -460,20 +470,20 @@ def _local(
         sums, saved = head.of_chunk(*part, differentiate=differentiate)
         return jax.tree.map(jnp.add, total, sums), saved
 
-    zeros: tuple[Array, ...] = (jnp.float32(0),) * layout.sums
+    zeros: tuple[Array, ...] = (jnp.float32(0),) * layout.sum_count
     if differentiate and bias is not None:
         zeros += (jnp.zeros(bias.shape, jnp.float32),)
     sums, saved = jax.lax.scan(add, zeros, parts)
-    totals = tuple(psum(s, layout.summed) for s in sums)
+    totals = tuple(psum(s, layout.summed_axes) for s in sums)
     if not differentiate:
         return totals
-    own_sums, dbias = totals[: layout.sums], totals[layout.sums :]
+    own_sums, dbias = totals[: layout.sum_count], totals[layout.sum_count :]
     if head.keeps:
         (kept,) = saved
         dx = head.dx(kept)
     else:
         kept, dx = saved
-    along = ((), *layout.along)  # of [chunk, 1, token, d]
+    along = ((), *layout.gathered_dims)  # of [chunk, 1, token, d]
     gathered = [all_gather(a, along[: a.ndim]) for a in parts]
     with in_scope(layout.param.scope):
         dkernel = head.dkernel(kept, *gathered, dtype=kernel.dtype)
@@ -508,18 +518,18 @@ class _Turns:
 
     Attributes:
         shards: The number of shards of the scattered gradient.
-        own: Words of a shard.
-        some: Words of a shard in a turn.
+        words_per_shard: Of the scattered gradient.
+        words_per_turn: Of a shard.
     """
 
     shards: int
-    own: int
-    some: int
+    words_per_shard: int
+    words_per_turn: int
 
     @property
     def count(self) -> int:
         """The number of turns."""
-        return -(-self.own // self.some)
+        return -(-self.words_per_shard // self.words_per_turn)
 
     def part(self, a: Array, start: Array, axis: int) -> Array:
         """Return the slice of a turn's words from an array with all words along an axis.
@@ -528,9 +538,9 @@ class _Turns:
         """
         before = a.shape[:axis]
         after = a.shape[axis + 1 :]
-        split = a.reshape(*before, self.shards, self.own, *after)
-        part = jax.lax.dynamic_slice_in_dim(split, start, self.some, axis + 1)
-        return part.reshape(*before, self.shards * self.some, *after)
+        split = a.reshape(*before, self.shards, self.words_per_shard, *after)
+        part = jax.lax.dynamic_slice_in_dim(split, start, self.words_per_turn, axis + 1)
+        return part.reshape(*before, self.shards * self.words_per_turn, *after)
 
 
 class _Softmax(NamedTuple):
@@ -602,7 +612,7 @@ class _Head:
     @property
     def words(self) -> Int[Array, "word"]:
         """The ids of this device's words."""
-        size = self.kernel.shape[self.layout.axes.index("o")]
+        size = self.kernel.shape[self.layout.vocab_dim]
         axes = self.layout.vocabulary
         ids = jnp.arange(size)
         first: Any = 0
@@ -613,7 +623,9 @@ class _Head:
     def logits(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         """Return the logits of some words."""
         logits = _logits(x, kernel, self.layout.axes, bias)
-        logits = soft_capped(_cooled(logits, self.layout.temperature), self.layout.soft_cap)
+        logits = soft_capped(
+            _over_temperature(logits, self.layout.temperature), self.layout.soft_cap
+        )
         return annotate(logits, self.layout.logits)
 
     def dlogits(
@@ -622,14 +634,14 @@ class _Head:
         """Return the gradient of logits."""
         dlogits = (probabilities - is_target) * weights[..., None]
         uncapped = before_soft_cap(dlogits, logits, self.layout.soft_cap)
-        return _cooled(uncapped, self.layout.temperature).astype(self.narrow)
+        return _over_temperature(uncapped, self.layout.temperature).astype(self.narrow)
 
     def dx(self, dlogits: Float[Array, "*chunk 1 token word"]) -> Float[Array, "*chunk 1 token d"]:
         """Return the gradient of tokens, split as they were."""
         dx = jnp.einsum(f"...o,{self.layout.axes}->...i", dlogits, self.kernel)
         leading = ((),) * (dx.ndim - 3)
-        dx = psum_scatter(dx, leading + self.layout.along)
-        scattered = (*self.layout.joined, *self.layout.width)
+        dx = psum_scatter(dx, leading + self.layout.gathered_dims)
+        scattered = (*self.layout.gathered_axes, *self.layout.width)
         return psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))
 
     def of_chunk(
@@ -645,7 +657,7 @@ class _Head:
         The gradient of a bias is a third sum. The values are the gradient of the chunk's logits if
         the head keeps it, otherwise the log-sum-exp of each token, and dx.
         """
-        weights = all_gather(weights, self.layout.along[:2])
+        weights = all_gather(weights, self.layout.gathered_dims[:2])
         softmax = self.softmax(x, targets)
         normalizer = softmax.normalizer
         is_correct = softmax.target >= softmax.largest
@@ -678,7 +690,7 @@ class _Head:
         softmax = self.softmax(x, targets)
         losses = softmax.normalizer - softmax.target
         correct = (softmax.target >= softmax.largest).astype(jnp.float32)
-        joined = self.layout.joined
+        joined = self.layout.gathered_axes
         if not joined:
             return losses, correct
         own = targets.shape[1]
@@ -691,7 +703,7 @@ class _Head:
     def softmax(self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]) -> _Softmax:
         """Return the softmax of a chunk, with the tokens of all devices along `joined`."""
         vocabulary = self.layout.vocabulary
-        along = self.layout.along
+        along = self.layout.gathered_dims
         x = all_gather(x, along)
         targets = all_gather(targets, along[:2])
         logits = self.logits(x, self.kernel, self.bias)
@@ -727,7 +739,7 @@ class _Head:
         """
         layout = self.layout
         param = layout.param
-        dim = layout.axes.index("o")
+        dim = layout.vocab_dim
         scattered = tuple(itertools.chain(*param.scatters))
         shape = []
         for size, axes in zip(self.kernel.shape, param.scatters, strict=True):
@@ -736,7 +748,7 @@ class _Head:
         form = f"...i,...o->{layout.axes}"
 
         def turn(i: Any, gradient: Array) -> Array:
-            start = i * turns.some
+            start = i * turns.words_per_turn
             if self.keeps:
                 dlogits = turns.part(kept, start, 3)
             else:
@@ -746,12 +758,12 @@ class _Head:
             return jax.lax.dynamic_update_slice_in_dim(gradient, part, start, dim)
 
         gradient = jax.lax.fori_loop(0, turns.count, turn, jnp.zeros(shape, dtype))
-        rest = tuple(axis for axis in layout.summed if axis not in scattered)
+        rest = tuple(axis for axis in layout.summed_axes if axis not in scattered)
         return param.with_whole_gradient().reduce(gradient, rest)
 
     def _turns(self, own: int) -> _Turns:
         """Return the fewest turns for `own` words, each no larger than the logits of a chunk."""
-        words = self.kernel.shape[self.layout.axes.index("o")]
+        words = self.kernel.shape[self.layout.vocab_dim]
         chunk, *others = self.bytes_of_word
         fewest = -(-max(others) // chunk)
         tiles = -(-own // (fewest * _TILE))
@@ -769,7 +781,7 @@ class _Head:
         normalizer: Array,
     ) -> Array:
         """Compute the logits of a turn's words again, for their gradient."""
-        kernel = turns.part(self.kernel, start, self.layout.axes.index("o"))
+        kernel = turns.part(self.kernel, start, self.layout.vocab_dim)
         bias = None
         if self.bias is not None:
             bias = turns.part(self.bias, start, 0)
