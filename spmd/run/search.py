@@ -152,7 +152,7 @@ class Prediction(NamedTuple):
     state_bytes: float
 
 
-class Times(Protocol):
+class Predictor(Protocol):
     """Predicts a step for settings, without a compiler."""
 
     @property
@@ -163,7 +163,7 @@ class Times(Protocol):
         """Return the prediction; raise `SpmdError` for settings that cannot run."""
 
 
-class ClosedFormTimes:
+class ClosedFormPredictor:
     """Closed forms of one config's settings on one machine.
 
     Raises:
@@ -217,7 +217,7 @@ class ClosedFormTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedTimes:
+class TracedPredictor:
     """Rooflines of one file's step for settings on one machine; each is made and traced."""
 
     source: StepFile
@@ -247,8 +247,8 @@ def count_alone(config: TrainConfig[Any]) -> ModelNumbers:
         mesh=MeshShape(),
         slices=MeshShape(),
         pipeline=PipelineConfig(),
+        compress=NO_COMPRESSION,
     )
-    alone = dataclasses.replace(alone, compress=NO_COMPRESSION)
     setup = make_setup(alone, abstract_mesh(alone.mesh))
     check_config(setup)
     check_planned_init(setup)
@@ -261,20 +261,20 @@ class Search:
 
     Attributes:
         settings: What to try.
-        times: Predicts each; None if nothing can, for the order of `settings`.
+        predictor: Of each; None if nothing can, for the order of `settings`.
         file: Where results are kept; None to keep none.
     """
 
     source: StepSource
     topology: Topology
     settings: dataclasses.InitVar[Iterable[Settings]]
-    times: Times | None
+    predictor: Predictor | None
     file: Path | None = None
-    candidates: list[Candidate] = dataclasses.field(default_factory=list)
+    candidates: list[Candidate] = dataclasses.field(init=False)
 
     def __post_init__(self, settings: Iterable[Settings]) -> None:
         self.known: dict[str, dict[str, Any]] = self._load()
-        # Sorting is stable: without times, the order is kept.
+        # Sorting is stable: without predictions, the order is kept.
         ranked = map(self._candidate, settings)
         self.candidates = sorted(ranked, key=lambda each: (not each.spent, each.seconds))
 
@@ -284,7 +284,7 @@ class Search:
         about = [
             self.source.values(),
             str(self.topology),
-            *(self.times.about if self.times else []),
+            *(self.predictor.about if self.predictor else []),
             repr(self.topology.chip.compiled),
             jax.__version__,
         ]
@@ -324,10 +324,10 @@ class Search:
         candidate.memory = known.get("memory")
         candidate.compiled = known.get("compiled")
         candidate.refused = known.get("refused", "")
-        if self.times is None:
+        if self.predictor is None:
             return candidate
         try:
-            prediction = self.times.predict(settings)
+            prediction = self.predictor.predict(settings)
         except SpmdError as error:
             candidate.refused = f"cannot run: {_first_reason(error)}"
             return candidate
@@ -415,7 +415,7 @@ class Search:
 
 def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator[Settings]:
     """Yield all settings of a machine: they divide the batch, heads and experts of a config."""
-    known = [remat for remat in REMATS if _knows(config, remat)]
+    known = [remat for remat in REMATS if _has_activations_of(config, remat)]
     remats = dict.fromkeys((*known, config.remat))
     offloads = dict.fromkeys((config.offload, _STATE))
     for shape in _mesh_shapes(config, topology):
@@ -448,14 +448,14 @@ def make_search(source: StepSource, topology: Topology, file: Path | None) -> Se
         ConfigError: No time of the step can be predicted, or it is made for one mesh.
     """
     if isinstance(source, ConfigSource):
-        times: Times = ClosedFormTimes(source.config, topology)
+        predictor: Predictor = ClosedFormPredictor(source.config, topology)
         settings = enumerate_settings(source.config, topology)
-        return Search(source, topology, settings, times, file)
+        return Search(source, topology, settings, predictor, file)
     if isinstance(source, StepFile):
         hardware_of(topology)
         source = source.with_devices(topology.devices)
         settings = enumerate_step_settings(source, topology)
-        return Search(source, topology, settings, TracedTimes(source, topology), file)
+        return Search(source, topology, settings, TracedPredictor(source, topology), file)
     problem = Problem("step", "is made for one mesh", fix="def make(mesh): … in the file")
     raise ConfigError("Nothing to search for:", [problem])
 
@@ -468,18 +468,18 @@ def suggest_memory_settings(
     The fastest are asked first. Without closed forms of the model, it is those that change least.
     """
     if isinstance(planned, TrainSetup):
-        times: Times | None = None
+        predictor: Predictor | None = None
         # Models that do not count their FLOPs, and adapters, fit or not as any other.
         with contextlib.suppress(ConfigError):
-            times = ClosedFormTimes(planned.config, topology)
+            predictor = ClosedFormPredictor(planned.config, topology)
         own = own_settings(planned)
-        return own, Search(source, topology, enumerate_on_mesh(planned), times)
+        return own, Search(source, topology, enumerate_on_mesh(planned), predictor)
     own = {"mesh": MeshShape(**planned.mesh.shape)}
     if not isinstance(source, StepFile):
         return own, Search(source, topology, (), None)
     own |= _searched_settings(source)
     others = (settings for settings in _variants(own, source) if settings != own)
-    return own, Search(source, topology, others, TracedTimes(source, topology))
+    return own, Search(source, topology, others, TracedPredictor(source, topology))
 
 
 def _searched_settings(source: StepFile) -> dict[str, Any]:
@@ -583,7 +583,7 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
     """Yield other settings on the mesh of a config, from the least change on."""
     config = setup.config
     own = own_settings(setup)
-    known = [remat for remat in REMATS if _knows(config, remat)]
+    known = [remat for remat in REMATS if _has_activations_of(config, remat)]
     remats = dict.fromkeys((config.remat, *known))
     offloads = dict.fromkeys((config.offload, _STATE, _STATE_AND_PARAMS))
     zeros = dict.fromkeys((config.zero, 3))
@@ -593,8 +593,8 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
     if setup.schedule is not None and setup.schedule.flush:
         keeps = tuple(dict.fromkeys((config.pipeline.keep, *KEPT)))
     choices = itertools.product(offloads, remats, _MICROBATCHES, zeros, keeps)
-    for offload, remat, times, zero, keep in choices:
-        microbatches = _times_as_many(setup, times, keep)
+    for offload, remat, factor, zero, keep in choices:
+        microbatches = _with_more_microbatches(setup, factor, keep)
         if microbatches is None:
             continue
         settings = {**own, "offload": offload, "remat": remat, "zero": zero, **microbatches}
@@ -602,18 +602,18 @@ def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
             yield settings
 
 
-def _times_as_many(setup: TrainSetup, times: int, keep: Kept) -> dict[str, Any] | None:
-    """Return the settings for so many times more microbatches; None if the batch does not divide."""
+def _with_more_microbatches(setup: TrainSetup, factor: int, keep: Kept) -> dict[str, Any] | None:
+    """Return the settings for `factor` times the microbatches; None if the batch does not divide."""
     config = setup.config
     pipeline = dataclasses.replace(config.pipeline, keep=keep)
-    if times == 1:
+    if factor == 1:
         return {"pipeline": pipeline}
-    parts = count_microbatches(config, setup.schedule) * times
+    parts = count_microbatches(config, setup.schedule) * factor
     shards = shards_of(BATCH_AXES, setup.mesh.shape)
     if config.data.batch % (shards * config.accumulate * parts):
         return None
     if setup.schedule is None:
-        return {"accumulate": config.accumulate * times}
+        return {"accumulate": config.accumulate * factor}
     return {"pipeline": dataclasses.replace(pipeline, microbatches=parts)}
 
 
@@ -680,7 +680,7 @@ def _first_reason(error: SpmdError) -> str:
     return " ".join(str(problem).split())[:90]
 
 
-def _knows(config: TrainConfig[Any], remat: str) -> bool:
+def _has_activations_of(config: TrainConfig[Any], remat: str) -> bool:
     """Return true if a config's table has the activations of a policy."""
     _, colon, names = remat.partition(":")
     if not colon:
