@@ -60,6 +60,8 @@ _CHANGE = re.compile(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently")
 
 _WIDTH = 120
 """Columns of the tables."""
+_SENT, _RUNS, _BUFFER, _OF = 0, 3, 4, 5
+"""Numbers of columns in the tables."""
 
 _ALL_AXES = "all axes"
 _CONSTRAINTS = ("reshard", "sharding_constraint")
@@ -156,24 +158,27 @@ class CollectiveAudit:
         sent = human_bytes(self.bytes(crossing=True))
         head = f"over the slow network, slices {_sizes_text(self.slices)}: {sent} in each step"
         head += f", {human_bytes(self.slice_bytes())} into each slice"
-        return "\n".join([head, *_lines(self.by_axes(crossing=True))])
+        return "\n".join([head, *_lines(_rows(self.by_axes(crossing=True)))])
 
     def _tables(self) -> Iterator[str]:
         """Yield tables by axes, dtype, moved array and cause."""
         heading = ("sent", "kind", "over", "runs", "buffer")
         executed = self._executed()
-        yield "\n".join(_lines(self.by_axes(), heading))
+        yield "\n".join(_lines([heading, *_rows(self.by_axes())]))
         by_dtype = _grouped(executed, lambda r: (r.dtype, r.over))
-        yield "\n".join(_lines(by_dtype, ("sent", "dtype", "over", "runs", "buffer")))
+        yield "\n".join(_lines([("sent", "dtype", "over", "runs", "buffer"), *_rows(by_dtype)]))
         by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
-        yield "\n".join(_lines(by_source, (*heading, "of", "at")))
+        rows = [(*heading, "of", "at"), *_rows(by_source)]
+        yield "\n".join(_lines(rows, stretched=_OF))
         known = []
         for record in executed:
             if record.cause:
                 known.append(record)
         by_cause = _grouped(known, lambda r: (r.kind, r.over, str(r.cause)))
         if by_cause:
-            yield "\n".join(_lines(by_cause, (*heading, "cause")))
+            rows = [(*heading, "cause"), *_rows(by_cause)]
+            # buffers are in the other tables
+            yield "\n".join(_lines([(*row[:_BUFFER], *row[_BUFFER + 1 :]) for row in rows]))
 
     def _notes(self) -> set[str]:
         """Return the notes below the tables."""
@@ -630,17 +635,21 @@ def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[s
     return (mark + human_bytes(_total(records)), kind, over, str(runs), each, *rest)
 
 
-def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:
-    """Align the rows of a table in lines of at most 120 characters."""
-    rows = list(heading)
-    for key, records in groups.items():
-        rows.append(_row(records, *key))
-    if heading and heading[0][-1] == "cause":  # buffers are in the other tables
-        rows = [(*row[:4], *row[5:]) for row in rows]
+def _rows(groups: _Groups) -> list[tuple[str, ...]]:
+    """Return the cells of each group."""
+    return [_row(records, *key) for key, records in groups.items()]
+
+
+def _lines(rows: Sequence[Sequence[str]], stretched: int | None = None) -> list[str]:
+    """Align the rows of a table in lines of at most 120 characters.
+
+    Args:
+        stretched: A column that gets the remaining width.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if len(widths) > 6:  # the column with names of arrays gets the remaining width
-        left = _WIDTH - sum(widths[:5]) - widths[6] - 2 * (len(widths) - 1)
-        widths[5] = max(12, min(widths[5], left))
+    if stretched is not None:
+        others = sum(widths) - widths[stretched] + 2 * (len(widths) - 1)
+        widths[stretched] = max(12, min(widths[stretched], _WIDTH - others))
     lines = []
     for row in rows:
         line = _line(row, widths)
@@ -656,7 +665,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
         if len(cell) > width:
             cell = "…" + cell[1 - width :]
-        if column in (0, 3):
+        if column in (_SENT, _RUNS):
             cells.append(cell.rjust(width))
         else:
             cells.append(cell.ljust(width))
