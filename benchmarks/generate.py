@@ -22,7 +22,7 @@ from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh, simulate_devices
 from spmd.training.state import init_state

@@ -33,7 +33,7 @@ from spmd.generate.sampling import Sampling
 from spmd.hf.load import load_params
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh, simulate_devices
 

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from spmd.optim.skip_updates import skip_bad_updates
     from spmd.plan.annotate import annotate
     from spmd.plan.context import use_plan, use_rules
-    from spmd.plan.flax import from_linen, from_nnx
+    from spmd.plan.linen_model import from_linen
+    from spmd.plan.nnx_model import from_nnx
     from spmd.plan.plan import ShardingPlan, make_plan
     from spmd.plan.suggest import suggest_rules
     from spmd.precision import Precision
@@ -210,8 +211,8 @@ _HOMES = {
     "ema_params": "spmd.optim.ema",
     "evaluated_params": "spmd.training.evaluated_params",
     "fit": "spmd.training.loop",
-    "from_linen": "spmd.plan.flax",
-    "from_nnx": "spmd.plan.flax",
+    "from_linen": "spmd.plan.linen_model",
+    "from_nnx": "spmd.plan.nnx_model",
     "init_state": "spmd.training.state",
     "make_mesh": "spmd.sharding.mesh",
     "make_optimizer": "spmd.optim.config",

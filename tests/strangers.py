@@ -20,7 +20,8 @@ from spmd.gradients.losses import LossFn, ModelLoss, classification_loss, next_t
 from spmd.lora.adapters import lora_rules, with_lora
 from spmd.lora.config import LoRAConfig
 from spmd.model_interface.model import Model
-from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import token_batches
 from tests import tiny

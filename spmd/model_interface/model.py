@@ -1,7 +1,7 @@
 """A model as pure functions, the only form used by the rest of the framework.
 
-`spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions work too:
-`Model(init, apply)`.
+`spmd.plan.nnx_model` and `spmd.plan.linen_model` make one from any module of Flax. Hand-written
+functions work too: `Model(init, apply)`.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ def placement_of(path: str | None) -> ParamPlacement | None:
     """Return the placement of one layer's parameter; None outside a plan.
 
     Args:
-        path: The path from `spmd.plan.flax`.
+        path: The path from `spmd.plan.nnx_model`.
     """
     if path is None:
         return None

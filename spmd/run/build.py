@@ -56,7 +56,7 @@ from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.plan.records import PlanEntry
 from spmd.powersgd.transform import PowerSGD

@@ -10,7 +10,7 @@ import optax
 
 from spmd.errors import SpmdError
 from spmd.hf.folder import open_folder
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.precision import Precision, make_precision
 from spmd.run.config import TrainConfig

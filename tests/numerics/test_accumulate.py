@@ -19,7 +19,7 @@ from spmd.gradients.additive import LossReader
 from spmd.gradients.base import value_and_grad
 from spmd.model_interface.grad_transform import Carry
 from spmd.plan.context import override
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.batch import BatchTable, whole
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate

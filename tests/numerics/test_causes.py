@@ -18,7 +18,7 @@ from spmd import annotate
 from spmd.analysis.annotated import find_annotated
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
 from spmd.examples import demo, mixtral_tiny
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.plan.scopes import annotate_scope
 from spmd.run.build import make_setup

@@ -21,7 +21,8 @@ from spmd.errors import AnnotationError
 from spmd.gradients.losses import classification_loss
 from spmd.model_interface.model import Model
 from spmd.plan import xla_faults
-from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 from tests import tiny

@@ -14,7 +14,7 @@ from spmd.errors import RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.model_interface.model import Model
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity

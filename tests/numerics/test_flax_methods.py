@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.model_interface.model import Model
-from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.state import init_state

@@ -17,8 +17,8 @@ from spmd.gradients.base import value_and_grad
 from spmd.model_interface.grad_transform import Carry
 from spmd.plan import fsdp, partition_safe
 from spmd.plan.context import use_plan
-from spmd.plan.flax import from_nnx
 from spmd.plan.linear_call import linear_call
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules
 from tests import tiny

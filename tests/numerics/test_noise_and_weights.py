@@ -16,7 +16,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.model_interface.grad_transform import Carry
 from spmd.model_interface.model import Model
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.step import make_eval_step
 from tests import tiny

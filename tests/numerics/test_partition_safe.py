@@ -22,7 +22,8 @@ from spmd.model_interface.grad_transform import Carry
 from spmd.model_interface.model import Model
 from spmd.plan import partition_safe
 from spmd.plan.context import current, use_plan
-from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.batch import place_batch

@@ -34,7 +34,7 @@ from spmd.models.published.rotary import (
     write_rotary,
     write_rotary_by_layer,
 )
-from spmd.plan.flax import from_nnx
+from spmd.plan.nnx_model import from_nnx
 from tests.numerics.test_transformers import TOKENS, difference, logits_here
 from tests.numerics.test_transformers import read as read_model
 from tests.published_models.common import LLAMA

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from tests.sweep.kinds import KINDS, Kind, Pick
 from tests.sweep.primitives import BATCH, normal
 

@@ -11,7 +11,8 @@ import optax
 from flax import nnx
 
 from spmd.model_interface.model import Model
-from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.rules import Rules, replicate
 
 BATCH, STEPS = 8, 5
