@@ -35,15 +35,9 @@ from spmd.commands.train import TrainCommand
 from spmd.data.loader import ordered_batches
 from spmd.distributed.initialize import initialize
 from spmd.observe.metrics import utilization
-from spmd.run.build import (
-    TrainSetup,
-    abstract_batch,
-    config_mesh,
-    count_flops,
-    make_setup,
-    open_text_dataset,
-)
+from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup
 from spmd.run.init_from import initial_state
+from spmd.run.open_text import open_text_dataset
 from spmd.run.planned_step import estimate_step
 from spmd.run.step_time import estimate_time
 from spmd.tree import size

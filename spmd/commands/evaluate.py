@@ -27,14 +27,7 @@ from spmd.errors import ConfigError, Problem, check_fields
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import (
-    TrainSetup,
-    config_mesh,
-    evaluation_config,
-    find_chat_template,
-    make_setup,
-    open_text_dataset,
-)
+from spmd.run.build import TrainSetup, config_mesh, evaluation_config, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.evaluate import (
     Evaluation,
@@ -48,6 +41,7 @@ from spmd.run.evaluate import (
 )
 from spmd.run.lm_eval_tasks import TaskModel, TaskOptions, evaluate_tasks, open_tasks
 from spmd.run.load_params import restore_model
+from spmd.run.open_text import find_chat_template, open_text_dataset
 from spmd.run.preflight import check_microbatches
 from spmd.run.reference import find_references, pairs_with_reference
 from spmd.run.run_dir import RunDir

@@ -13,15 +13,10 @@ import numpy as np
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.distillation_loss import TEACHER
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import (
-    TrainSetup,
-    count_microbatches,
-    make_setup,
-    one_device_mesh,
-    open_text_dataset,
-)
+from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
+from spmd.run.open_text import open_text_dataset
 from spmd.run.preflight import preflight
 from spmd.run.reference import pairs_with_reference
 from spmd.run.step_source import shape_problems

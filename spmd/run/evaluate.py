@@ -27,8 +27,9 @@ from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.gradients.base import LossGradFn
 from spmd.gradients.losses import split_arrays
-from spmd.run.build import TrainSetup, read_source
+from spmd.run.build import TrainSetup
 from spmd.run.config import TrainConfig
+from spmd.run.open_text import read_source
 from spmd.training.batch import place_batch
 from spmd.training.state import ModelState
 from spmd.training.step import TrainStep, make_eval_step

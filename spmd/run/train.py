@@ -41,7 +41,6 @@ from spmd.run.build import (
     config_mesh,
     count_flops,
     make_setup,
-    open_text_dataset,
     row_multiple,
     weighed_unit,
 )
@@ -53,6 +52,7 @@ from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.load_params import frozen_base
+from spmd.run.open_text import open_text_dataset
 from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.reference import (
     compute_references,

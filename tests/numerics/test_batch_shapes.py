@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spmd.gradients.losses import next_token_loss
-from spmd.run.build import build_model, make_setup, open_text_dataset
+from spmd.run.build import build_model, make_setup
+from spmd.run.open_text import open_text_dataset
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape
 from spmd.training.step import make_train_step

@@ -23,8 +23,9 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.run.build import TrainSetup, make_setup, open_text_dataset
+from spmd.run.build import TrainSetup, make_setup
 from spmd.run.init_from import initial_state
+from spmd.run.open_text import open_text_dataset
 from spmd.run.reference import fill_references, pairs_with_reference
 from spmd.settings.dpo import DPOConfig
 from spmd.sharding.mesh import MeshShape

@@ -24,9 +24,10 @@ from spmd.data.loader import batches
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
 from spmd.lora.adapters import BASE, whole_magnitudes
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
+from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
+from spmd.run.open_text import open_text_dataset
 from spmd.run.reference import find_references, pairs_with_reference
 from spmd.run.run_dir import RunDir
 from tests.chats import CHATML

@@ -22,9 +22,10 @@ from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
 from spmd.lora.adapters import BASE
 from spmd.lora.config import LoRAConfig
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
+from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
+from spmd.run.open_text import open_text_dataset
 from spmd.training.state import TrainState
 from tests.chats import MARKED
 from tests.command_line import run

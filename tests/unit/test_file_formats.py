@@ -31,8 +31,8 @@ from spmd.data.tokenizer import ByteTokenizer
 from spmd.errors import ConfigError, DataError
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
-from spmd.run.build import read_source
 from spmd.run.config import EvaluationConfig, TrainConfig
+from spmd.run.open_text import read_source
 
 ROWS = [{"text": f"Row {number} of the set. " * 4, "id": number} for number in range(30)]
 TEXTS = [row["text"] for row in ROWS]

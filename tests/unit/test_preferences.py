@@ -20,8 +20,9 @@ from spmd.data.tokenizer import ByteTokenizer
 from spmd.errors import ConfigError, DataError
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
-from spmd.run.build import abstract_batch, open_text_dataset
+from spmd.run.build import abstract_batch
 from spmd.run.config import TrainConfig
+from spmd.run.open_text import open_text_dataset
 from spmd.settings.dpo import DPOConfig, most_pairs
 
 TEMPLATE = ChatTemplate(
