@@ -34,7 +34,7 @@ from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.models.decoder import DecoderConfig
 from spmd.optim.config import OptimizerConfig, make_optimizer
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import MeshShape, mesh_of
 from spmd.tree import human_bytes
@@ -62,7 +62,7 @@ def plan_of(config: DecoderConfig, dtype: str) -> ShardingPlan:
     return make_plan(
         mesh,
         family_for(config).rules(config),
-        flax.from_nnx(config.build),
+        from_nnx(config.build),
         optimizer,
         precision=precision,
     )

@@ -5,13 +5,13 @@ import functools
 import jax
 import numpy as np
 
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 
 
 @functools.cache
 def model(config):
     """The model of a config."""
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 @functools.cache

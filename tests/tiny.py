@@ -7,10 +7,11 @@ import jax
 import optax
 
 from spmd.gradients.losses import LossFn, next_token_loss
+from spmd.model_interface.model import Model
 from spmd.models.decoder import DecoderConfig
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import AnyMesh, make_mesh
 
@@ -21,8 +22,8 @@ OPTIMIZER = optax.chain(
 
 
 @functools.cache
-def model(config: DecoderConfig = CONFIG) -> flax.Model:
-    return flax.from_nnx(config.build)
+def model(config: DecoderConfig = CONFIG) -> Model:
+    return from_nnx(config.build)
 
 
 @functools.cache

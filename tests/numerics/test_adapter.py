@@ -20,14 +20,14 @@ from spmd.models.gpt2 import PRESETS as GPT2
 from spmd.models.mixtral import PRESETS as MIXTRAL
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL as MIXTRAL_RULES
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.rules import Rules
 from tests import tiny
 
 
 def save(out: Path, config: Any, rules: Rules, lora: LoRAConfig) -> tuple[Any, Any]:
     """The parameters of a model and of its adapters, which are saved."""
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     base = jax.tree.map(
         lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
     )

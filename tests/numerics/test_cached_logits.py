@@ -11,7 +11,7 @@ import pytest
 from spmd import tree
 from spmd.layers.kv_cache import decode, prefill
 from spmd.model_interface.model import Model, as_outputs
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from tests.installed_families import small_decoders
 from tests.tiers import soak_but
 
@@ -32,7 +32,7 @@ def model_of(name: str) -> Model:
     config = dataclasses.replace(small_decoders()[name], norm_eps=1e-3)
     if config.positions:
         config = dataclasses.replace(config, positions=WINDOW)
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 @functools.cache

@@ -21,9 +21,9 @@ from spmd.gradients.losses import next_token_loss
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
 from spmd.plan.fsdp import gather
 from spmd.plan.manual import shard_map_over
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.sharded_param import ShardedParam
@@ -210,7 +210,7 @@ def entry_size(entry, sizes):
 @functools.cache
 def mixtral():
     config = dataclasses.replace(MIXTRALS["test"], d_model=64, d_ff=128, layers=1)
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 def first_step(plan, changed=None):

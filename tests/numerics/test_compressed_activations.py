@@ -22,11 +22,11 @@ from spmd.models.decoder.activations import gated
 from spmd.models.decoder.norms import RMSNorm
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
 from spmd.plan.annotate import annotate, remat_layer
 from spmd.plan.compressed_activations import store
 from spmd.plan.context import override
 from spmd.plan.manual import shard_map_over
+from spmd.plan.nnx_model import from_nnx
 from spmd.testing import token_batches
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -282,7 +282,7 @@ def test_the_ledger_has_half_of_the_bytes():
 def test_experts_store_their_hidden_units():
     """In a manual region inside a custom derivative; the layers' other activations are computed again."""
     config = dataclasses.replace(MIXTRALS["test"], d_ff=32)
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     plan = spmd.make_plan(
         tiny.mesh(fsdp=2, expert=2),
         MIXTRAL,

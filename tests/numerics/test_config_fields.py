@@ -17,7 +17,7 @@ from spmd.errors import SpmdError
 from spmd.hf.folder import open_folder
 from spmd.hf.load import load_model
 from spmd.model_interface.model import as_outputs
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
 from tests.numerics.test_transformers import (
@@ -112,7 +112,7 @@ def built(transformers, kind, fields):
 def compiled(family, config):
     """The plan of a config on one device, and its compiled forward pass."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     plan = make_plan(mesh, family.rules(config), model, optax.sgd(0.1))
 
     @jax.jit

@@ -23,8 +23,8 @@ from spmd.layers.attention import attend
 from spmd.layers.blockwise_attention import unmasked_pairs
 from spmd.layers.zigzag import positions, zigzag, zigzag_batch
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.testing import token_batches
 from spmd.training.batch import place_batch
@@ -71,7 +71,7 @@ def test_a_split_sequence_of_documents_trains_as_on_one_device(context, sizes):
 def test_control_wrong_positions_are_caught(monkeypatch):
     """A model that takes its tokens for contiguous where they are in zigzag order does not pass."""
     monkeypatch.setattr("spmd.models.decoder.decoder.positions", lambda seq: np.arange(seq)[None])
-    fresh = value_and_grad(next_token_loss(flax.from_nnx(CONFIG.build)))
+    fresh = value_and_grad(next_token_loss(from_nnx(CONFIG.build)))
     assert not job().parity(grad_fn=fresh, sequence=2).ok
 
 
@@ -225,7 +225,7 @@ def test_only_a_model_that_says_so_gets_another_order():
             return jnp.cumsum(self.embed(tokens), axis=1)
 
     assert tiny.model().info().position_aware
-    assert not flax.from_nnx(Mixes).info().position_aware
+    assert not from_nnx(Mixes).info().position_aware
 
 
 @pytest.mark.parametrize("turn", range(4))

@@ -19,8 +19,8 @@ from spmd.models.decoder.activations import GATED, UNGATED
 from spmd.models.decoder.experts import ExpertDense
 from spmd.partition_rules.layouts import folded
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules
 from tests import tiny
@@ -84,7 +84,7 @@ def rules(biases=BIASES, folds=False):
 @functools.cache
 def model(activation, **router):
     config = RouterConfig(experts=EXPERTS, **router)
-    return flax.from_nnx(lambda rngs: BiasedExperts(config, activation, rngs=rngs))
+    return from_nnx(lambda rngs: BiasedExperts(config, activation, rngs=rngs))
 
 
 def arrays(activation):

@@ -27,8 +27,8 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
@@ -89,7 +89,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12), dtype=np.int32)
 
 @functools.cache
 def model(config):
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 def shapes(config):

@@ -20,7 +20,8 @@ from spmd.gradients.losses import next_token_loss
 from spmd.lora.adapters import with_lora
 from spmd.lora.config import LoRAConfig
 from spmd.models.decoder import Decoder
-from spmd.plan import flax
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, assert_parity, scale_gradients, token_batches
@@ -69,7 +70,7 @@ class LinenModel(nn.Module):
 @functools.cache
 def model(kind):
     tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
-    return flax.from_nnx(NnxModel) if kind == "nnx" else flax.from_linen(LinenModel(), tokens)
+    return from_nnx(NnxModel) if kind == "nnx" else from_linen(LinenModel(), tokens)
 
 
 @functools.cache
@@ -175,7 +176,7 @@ def test_a_parameter_knows_its_path():
             )
             return super().__call__(tokens)
 
-    curious = flax.from_nnx(lambda rngs: Curious(tiny.CONFIG, rngs=rngs))
+    curious = from_nnx(lambda rngs: Curious(tiny.CONFIG, rngs=rngs))
     params = jax.eval_shape(curious.init, jax.random.key(0))
     jax.eval_shape(curious.apply, params, jax.ShapeDtypeStruct((2, 4), jnp.int32))
     assert seen == [("lm_head/kernel", "layers/mlp/up_proj/kernel")]

@@ -23,7 +23,7 @@ from spmd.models.decoder import decoder_rules, replicated_kv
 from spmd.partition_rules.layouts import sequence_parallel
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.state import init_state
@@ -52,7 +52,7 @@ SGD = optax.sgd(0.1)
 @functools.cache
 def plan(name="llama", **sizes):
     config, rules = MODELS[name]
-    return make_plan(tiny.mesh(**sizes), rules, flax.from_nnx(config.build), SGD)
+    return make_plan(tiny.mesh(**sizes), rules, from_nnx(config.build), SGD)
 
 
 @functools.cache
@@ -284,7 +284,7 @@ class Silent(Mixer):
 )
 def test_a_model_whose_keys_cannot_be_kept_takes_the_whole_window(kind, mix, why):
     """It says why, and its text is that of the plain model."""
-    model = flax.from_nnx(lambda rngs: kind(mix, rngs))
+    model = from_nnx(lambda rngs: kind(mix, rngs))
     own = make_plan(tiny.mesh(), Rules([("embed/embedding", replicate("small"))]), model, SGD)
     params = init_state(own).params
     made = Generator(own, WINDOW, GREEDY)
@@ -296,7 +296,7 @@ def test_a_model_whose_keys_cannot_be_kept_takes_the_whole_window(kind, mix, why
 
 def test_a_model_whose_keys_are_kept_control():
     """The control: the same model with a call that can be followed is cached, and writes the same."""
-    model = flax.from_nnx(lambda rngs: Mixer(_attended, rngs))
+    model = from_nnx(lambda rngs: Mixer(_attended, rngs))
     own = make_plan(tiny.mesh(), Rules([("embed/embedding", replicate("small"))]), model, SGD)
     params = init_state(own).params
     texts = [
@@ -327,14 +327,10 @@ def test_capacities_are_of_the_token_alone():
         mixtral.PRESETS["test"],
         router=dataclasses.replace(mixtral.PRESETS["test"].router, dispatch="capacity"),
     )
-    assert flax.from_nnx(config.build).info().supports_kv_cache
-    assert not flax.from_nnx(config.build).info().position_aware
+    assert from_nnx(config.build).info().supports_kv_cache
+    assert not from_nnx(config.build).info().position_aware
     choosing = dataclasses.replace(config.router, choice="expert", balance=0, z_loss=0)
-    assert (
-        not flax.from_nnx(dataclasses.replace(config, router=choosing).build)
-        .info()
-        .supports_kv_cache
-    )
+    assert not from_nnx(dataclasses.replace(config, router=choosing).build).info().supports_kv_cache
 
 
 @pytest.mark.parametrize(

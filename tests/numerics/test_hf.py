@@ -22,7 +22,7 @@ from spmd.hf.save import save_params
 from spmd.hf.stored_bytes import LocalBytes
 from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.models.vit import PRESETS as VIT_PRESETS
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.load_config import load_config
 from spmd.run.load_params import read_params
@@ -158,7 +158,7 @@ def test_parts_of_a_tensor_are_parameters(tmp_path):
     config = GPT2_PRESETS["test"]
     family = family_for(config)
     mesh = tiny.mesh(fsdp=2, tensor=2)
-    plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), tiny.OPTIMIZER)
+    plan = make_plan(mesh, family.rules(config), from_nnx(config.build), tiny.OPTIMIZER)
     start = jax.tree.map(
         lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape), init_state(plan).params
     )
@@ -419,7 +419,7 @@ def test_what_is_no_language_model_is_refused(tmp_path, capsys):
     config = VIT_PRESETS["test"]
     save_params(
         tmp_path / "vit",
-        flax.from_nnx(config.build).init(jax.random.key(0)),
+        from_nnx(config.build).init(jax.random.key(0)),
         family_for(config),
         config,
     )

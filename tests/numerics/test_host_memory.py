@@ -23,7 +23,7 @@ from spmd.jaxpr.equations import equations
 from spmd.models.decoder.linear import dense
 from spmd.optim import master_weights
 from spmd.optim.config import OptimizerConfig, make_optimizer
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.precision import POLICIES
 from spmd.sharding.rules import Rules, replicate
@@ -205,7 +205,7 @@ def test_a_model_that_takes_all_parameters_at_once_is_refused():
         [("layers/kernel", P("fsdp")), ("bias|embedding|layers/bias", replicate("small"))],
         stacked={"layers": None},
     )
-    model = flax.from_nnx(lambda rngs: Foreign(rngs))
+    model = from_nnx(lambda rngs: Foreign(rngs))
     layout = make_plan(
         tiny.mesh(fsdp=8), rules, model, optax.adam(1e-2), remat="full", offload=PARAMS
     )

@@ -19,8 +19,8 @@ from spmd.layers.zigzag import positions
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen
 from spmd.models.decoder.layer_stack import make_layers, run_layers
 from spmd.models.decoder.linear import Dense, dense
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.training.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
@@ -54,7 +54,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, SEQ), dtype=np
 @functools.cache
 def made(config):
     """The model's functions, and parameters that are not as small as initial ones, so that tokens differ."""
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     params = jax.jit(model.init)(jax.random.key(0))
     return model, jax.tree.map(lambda w: w * 3 if w.ndim > 1 else w, params)
 
@@ -191,7 +191,7 @@ class Own(nnx.Module):
 @pytest.mark.soak
 def test_calls_are_kept_in_their_order_in_and_out_of_a_scan():
     """Two calls in each layer, layers in the model's own loop, and a stack behind them."""
-    model = flax.from_nnx(lambda rngs: Own(rngs))
+    model = from_nnx(lambda rngs: Own(rngs))
     params = model.init(jax.random.key(0))
     rounding = noise_of(functools.partial(whole, model), params, {}, TOKENS)
     found = by_token(step_by_step(model, 0, params, {}, TOKENS))

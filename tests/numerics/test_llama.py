@@ -17,7 +17,7 @@ from spmd.models.decoder.linear import dense, unembed
 from spmd.models.decoder.norms import RMSNorm
 from spmd.models.decoder.rotary import rotary_angles, rotate
 from spmd.models.llama import PRESETS
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
@@ -44,7 +44,7 @@ TOKENS = np.random.default_rng(0).integers(0, tiny.CONFIG.vocab, (2, 12), dtype=
 
 def count(config):
     """The number of parameters, without making any."""
-    return tree.size(jax.eval_shape(flax.from_nnx(config.build).init, jax.random.key(0)))
+    return tree.size(jax.eval_shape(from_nnx(config.build).init, jax.random.key(0)))
 
 
 @functools.cache

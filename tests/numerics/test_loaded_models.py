@@ -21,7 +21,7 @@ from spmd.jaxpr.scanned_inputs import scanned_inputs, unroll_scans
 from spmd.jaxpr.traced_program import read_program
 from spmd.layers.kv_cache import prefill
 from spmd.model_interface.model import Model, abstract_key
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.state import init_state
@@ -294,7 +294,7 @@ def test_int8_without_a_cache_of_tokens_is_an_error():
             super().__init__((), MASKED, rngs)
 
     for build, why in ((Recurrent, "holds states"), (_Plain, "sets neither")):
-        model = flax.from_nnx(build)
+        model = from_nnx(build)
         plan = make_plan(tiny.mesh(), rows_of(model), model, optax.sgd(0.1))
         params = init_state(plan).params
         with pytest.raises(ConfigError, match=why):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
@@ -24,7 +25,7 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.rules import Rules
 from spmd.training.batch import place_batch
@@ -224,7 +225,7 @@ def test_what_no_layer_multiplies_with_is_merged(target: str) -> None:
 
 def test_a_module_that_knows_of_no_adapter_can_have_one() -> None:
     """A user's own Flax module is given the sum of parameter and adapter."""
-    model = flax.from_nnx(lambda rngs: flax.nnx.Linear(4, 6, rngs=rngs))
+    model = from_nnx(lambda rngs: nnx.Linear(4, 6, rngs=rngs))
     lora, rules = LoRAConfig(targets=("kernel",), rank=2), Rules([("kernel", P("fsdp", "tensor"))])
     low = with_lora(model, lora, rules)
     params = jax.tree.map(jnp.ones_like, low.init(jax.random.key(0)))
@@ -256,7 +257,7 @@ def test_targets_that_cannot_be_adapted_are_all_named() -> None:
 @pytest.mark.soak
 def test_experts_may_have_adapters() -> None:
     """Merged before the model runs, they lie over `expert` as kernels do; numbers are those of one device."""
-    model = flax.from_nnx(MIXTRAL_PRESETS["test"].build)
+    model = from_nnx(MIXTRAL_PRESETS["test"].build)
     lora = LoRAConfig(targets=("experts/(up|down)_proj/kernel", "attention/q_proj/kernel"), rank=2)
     low, rules = with_lora(model, lora, MIXTRAL), lora_rules(model, lora, MIXTRAL)
     grad_fn = value_and_grad(next_token_loss(low))

@@ -27,7 +27,7 @@ from spmd.layers.kv_cache import (
 )
 from spmd.layers.zigzag import positions
 from spmd.models.decoder.layer_stack import LayerGroup, make_layers, run_layers
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.batch import TOKENS as TOKENS_ROWS
 from spmd.sharding.rules import Rules, replicate
@@ -183,7 +183,7 @@ MODELS = {
 @functools.cache
 def model(name):
     first, stacked, _ = MODELS[name]
-    return flax.from_nnx(functools.partial(Toy, first, stacked))
+    return from_nnx(functools.partial(Toy, first, stacked))
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from spmd.models.decoder import decoder_rules
 from spmd.models.deepseek import V3_ROUTER
 from spmd.models.mixtral import GSHARD, PRESETS, SWITCH, mixtral
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape, abstract_mesh
@@ -60,7 +60,7 @@ EXACT = {
 
 def count(config):
     """The number of parameters, without making any."""
-    return tree.size(jax.eval_shape(flax.from_nnx(config.build).init, jax.random.key(0)))
+    return tree.size(jax.eval_shape(from_nnx(config.build).init, jax.random.key(0)))
 
 
 def replaced(router=None, **fields):
@@ -71,7 +71,7 @@ def replaced(router=None, **fields):
 
 @functools.cache
 def model(config=CONFIG):
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -25,8 +25,8 @@ from spmd.models.decoder.experts import Experts
 from spmd.models.mixtral import PRESETS, mixtral
 from spmd.partition_rules.layouts import folded
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules
@@ -176,7 +176,7 @@ def over_devices(factor, sizes, rules=MIXTRAL, **router):
     """Outputs, gradients and passes of `OnlyExperts` under a plan, and of every expert on every token."""
     router = RouterConfig(experts=8, buffer_factor=factor, **router)
     config = mixtral(vocab=8, d_model=D, layers=1, heads=1, kv_heads=1, d_ff=HIDDEN, router=router)
-    model = flax.from_nnx(lambda rngs: OnlyExperts(config, rngs=rngs))
+    model = from_nnx(lambda rngs: OnlyExperts(config, rngs=rngs))
     rules = Rules([rule for rule in rules.params if "experts/" in rule[0]], rules.activations)
     made = make_plan(tiny.mesh(**sizes), rules, model, optax.identity())
     x, weights = random(*TOKENS, D), jax.nn.softmax(random(*TOKENS, CHOICES, seed=3))
@@ -324,7 +324,7 @@ BATCHES = token_batches((8, 16), 64, steps=2)
 
 @functools.cache
 def model(dispatch):
-    return flax.from_nnx(CONFIGS[dispatch].build)
+    return from_nnx(CONFIGS[dispatch].build)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from spmd.models.deepseek import PRESETS
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.testing import BUGS, Reference, token_batches
 from tests import tiny
@@ -42,7 +42,7 @@ BATCHES = [packed(batch) for batch in token_batches((8, 16), 64, steps=2)]
 
 @functools.cache
 def model(config):
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, decoder
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.glm_moe import PRESETS as GLM
 from spmd.models.laguna import PRESETS as LAGUNA
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.testing import token_batches
 from tests.one_device import Job
 
@@ -63,7 +63,7 @@ def test_the_mlp_alone_may_have_norms_on_both_sides():
 
 @functools.cache
 def job(config):
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     grad_fn = value_and_grad(next_token_loss(model, chunk=7))
     return Job(model, decoder_rules(config), grad_fn, BATCHES)
 

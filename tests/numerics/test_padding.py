@@ -29,7 +29,8 @@ from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.batch import place_batch
@@ -181,18 +182,16 @@ def functions(apply: Callable[..., Any]) -> Model:
 
 
 STRANGERS = {
-    "nnx": (lambda: flax.from_nnx(Aware), True),
-    "nnx without": (lambda: flax.from_nnx(Unaware), False),
-    "linen": (lambda: flax.from_linen(LinenAware(), jax.ShapeDtypeStruct((2, 4), jnp.int32)), True),
+    "nnx": (lambda: from_nnx(Aware), True),
+    "nnx without": (lambda: from_nnx(Unaware), False),
+    "linen": (lambda: from_linen(LinenAware(), jax.ShapeDtypeStruct((2, 4), jnp.int32)), True),
     "functions": (
         lambda: functions(lambda params, ids, valid: params["w"][ids] * valid[..., None]),
         True,
     ),
     "functions without": (lambda: functions(lambda params, ids: params["w"][ids]), False),
     "adapted": (
-        lambda: with_lora(
-            flax.from_nnx(Aware), LoRAConfig(("embedding",), rank=2), Rules(params=[])
-        ),
+        lambda: with_lora(from_nnx(Aware), LoRAConfig(("embedding",), rank=2), Rules(params=[])),
         True,
     ),
     "llama": (tiny.model, False),
@@ -223,7 +222,7 @@ def test_a_model_in_parts_must_take_the_mask_in_its_first():
     with pytest.raises(
         ConfigError, match=r"embed_inputs: does not take 'valid', which Parts\.__call__ takes"
     ):
-        flax.from_nnx(Parts).layered()
+        from_nnx(Parts).layered()
 
 
 def counting(params, ids, valid=None):
@@ -308,7 +307,7 @@ def results(
 
 def model_of(name: str, **fields: Any) -> Model:
     fields = SHAPE | {"router": (ROUTERS | CHUNKED)[name]} | fields
-    return flax.from_nnx(mixtral(**fields).build)
+    return from_nnx(mixtral(**fields).build)
 
 
 def test_steps_do_not_see_what_padding_holds():

@@ -8,7 +8,7 @@ from spmd import tree
 from spmd.gradients.losses import next_token_loss
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.settings.compress import CompressConfig
 from spmd.sharding.param_comm import ParamComm
@@ -56,7 +56,7 @@ class DoubleAll(CompressConfig):
 
 def gradients(compress):
     """Loss and gradients of a step, by path."""
-    model = flax.from_nnx(CONFIG.build)
+    model = from_nnx(CONFIG.build)
     mesh = tiny.mesh(fsdp=2, expert=2)
     plan = make_plan(mesh, MIXTRAL, model, tiny.OPTIMIZER, compress=compress, remat="full")
     step = make_train_step(plan, next_token_loss(model), keep_gradients=True)

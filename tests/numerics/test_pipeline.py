@@ -27,8 +27,8 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.interleave import interleave
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
 from spmd.plan.manual import shard_map_over
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, planned_mesh
 from spmd.run.check import Check
@@ -231,7 +231,7 @@ def test_a_model_of_ones_own():
     table = tabulate(make_schedule("1f1b", 2, 4))
 
     def trace(make, own_loss=False, **does):
-        model = flax.from_nnx(lambda rngs: make(rngs, **does))
+        model = from_nnx(lambda rngs: make(rngs, **does))
         plan = make_plan(tiny.mesh(pipe=2), rules, model, tiny.OPTIMIZER)
         loss_fn = next_token_loss(model)
         grad_fn = pipeline((lambda *arguments: loss_fn(*arguments)) if own_loss else loss_fn, table)

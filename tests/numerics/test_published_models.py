@@ -37,8 +37,8 @@ from spmd.models.published.layer_types import (
     read_window_of,
     rotary_where,
 )
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
 from spmd.testing import token_batches
@@ -90,7 +90,7 @@ BATCHES = token_batches((8, 16), 64, steps=2)
 @functools.cache
 def model(config):
     """The model of a config."""
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 @functools.cache

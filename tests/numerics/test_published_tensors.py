@@ -13,7 +13,7 @@ from spmd.errors import CheckpointError
 from spmd.hf.load import load_params
 from spmd.hf.save import save_params
 from spmd.models import apertus, gpt_oss
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from tests import tiny
 from tests.numerics.test_quantized_checkpoints import dequantized_mxfp4, edit, equal_bits, write
@@ -29,7 +29,7 @@ APERTUS = apertus.PRESETS["test-apertus"]
 
 def saved(folder, family, config):
     """A folder with initial parameters; their shapes on a mesh."""
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     save_params(folder, model.init(jax.random.key(0)), family, config)
     mesh = tiny.mesh(fsdp=2, tensor=2)
     return make_plan(mesh, family.rules(config), model, optax.sgd(0.1)).abstract_params

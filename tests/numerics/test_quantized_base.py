@@ -31,8 +31,8 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
 from spmd.plan.communication import gathers
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.recipes import recipe_lines
 from spmd.sharding.rules import Rules, replicate
@@ -67,7 +67,7 @@ RULES_OF_REGRESSION = Rules(
 
 @functools.cache
 def regression() -> Model:
-    return flax.from_nnx(lambda rngs: Regression(rngs))
+    return from_nnx(lambda rngs: Regression(rngs))
 
 
 def squares(model: Model):
@@ -379,7 +379,7 @@ class Scanned(nnx.Module):
 
 def test_layers_of_a_plain_scan_decode_at_their_use() -> None:
     """A model in parts whose layers do not fetch their parameters gets decoded ones."""
-    model = flax.from_nnx(lambda rngs: Scanned(rngs))
+    model = from_nnx(lambda rngs: Scanned(rngs))
     table = Rules([(".*kernel", P("fsdp")), (".*bias", replicate("small"))], stacked=("layers",))
     lora = LoRAConfig(targets=(".*kernel",), rank=2, quantize="nf4")
     low = with_lora(model, lora, table)

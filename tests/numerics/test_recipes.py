@@ -25,9 +25,9 @@ from spmd.layers.quantized_matmul import (
 from spmd.model_interface.grad_transform import Carry
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.manual import shard_map_over
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.settings.compress import CompressConfig
 from spmd.settings.quantize import RECIPES
@@ -362,7 +362,7 @@ def test_experts_have_the_products_of_their_codes(recipe):
 def test_a_mixture_trains_alike_on_every_mesh():
     """With quantized experts: to the order of sums; the control, without a recipe, is further off."""
     config = dataclasses.replace(MIXTRALS["test"], d_model=64)
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     (batch,) = token_batches((8, 32), config.vocab, 1)
 
     def loss(quantize, **sizes):

@@ -27,8 +27,8 @@ from spmd.models.decoder import (
     state_space,
 )
 from spmd.optim.config import OptimizerConfig, make_optimizer
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
@@ -308,7 +308,7 @@ def test_every_mixer_trains_as_on_one_device(name):
 def test_groups_may_be_fewer_than_devices(name):
     """Two groups or one, on four devices of `tensor`: each has all b and c."""
     config = DecoderConfig(64, 32, 2, 4, 4, 64, layer=LayerSpec(MIXERS[name], mlp=None))
-    alone = flax.from_nnx(config.build)
+    alone = from_nnx(config.build)
     grad_fn = value_and_grad(next_token_loss(alone, chunk=7))
     Job(alone, decoder_rules(config), grad_fn, BATCHES).assert_parity(tensor=4)
 

@@ -16,7 +16,7 @@ from spmd.hf.load import load_model, load_params
 from spmd.hf.save import save_params
 from spmd.models.decoder import NormSpec, decoder_rules
 from spmd.models.deepseek import PRESETS, V3_FAMILY
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.init_from import initial_state
@@ -30,14 +30,14 @@ BIASES = "e_score_correction_bias"
 
 
 def plan_of(config, **sizes):
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     return make_plan(tiny.mesh(**sizes), decoder_rules(config), model, tiny.OPTIMIZER)
 
 
 @pytest.fixture(scope="module")
 def state():
     """Parameters and biases, all different."""
-    model = flax.from_nnx(CONFIG.build)
+    model = from_nnx(CONFIG.build)
     variables = jax.tree.map(
         lambda x: 0.01 * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape),
         jax.eval_shape(model.init_variables, jax.random.key(0)),

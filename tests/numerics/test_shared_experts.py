@@ -12,7 +12,7 @@ from spmd.layers.router import RouterConfig
 from spmd.models import cohere_moe, qwen_moe
 from spmd.models.decoder import DecoderConfig, ExpertsSpec, LayerSpec, decoder_rules
 from spmd.models.decoder.experts import MixtureOfExperts
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.testing import token_batches
 from tests.one_device import Job
 
@@ -89,7 +89,7 @@ MESHES = {
 def test_shared_experts_train_as_on_one_device(name, mesh):
     """The initial state, and of two steps the loss, gradients and updates."""
     config = CONFIGS[name]
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     grad_fn = value_and_grad(next_token_loss(model, chunk=7))
     job = Job(model, decoder_rules(config), grad_fn, token_batches((8, 16), 64, steps=2))
     job.assert_parity(**MESHES[mesh])

@@ -10,8 +10,8 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.models.decoder import DecoderConfig, decoder_rules
 from spmd.models.transformer import PRESETS, transformer
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
@@ -31,15 +31,15 @@ SHAPE = {
 
 
 def initial(config: DecoderConfig):
-    return flax.from_nnx(config.build).init(jax.random.key(0))
+    return from_nnx(config.build).init(jax.random.key(0))
 
 
 def logits(config: DecoderConfig, params, tokens=TOKENS) -> np.ndarray:
-    return np.asarray(jax.jit(flax.from_nnx(config.build).apply)(params, tokens))
+    return np.asarray(jax.jit(from_nnx(config.build).apply)(params, tokens))
 
 
 def loss_and_gradients(config: DecoderConfig, params) -> tuple[float, dict[str, np.ndarray]]:
-    loss = next_token_loss(flax.from_nnx(config.build))
+    loss = next_token_loss(from_nnx(config.build))
     batch = {
         "tokens": TOKENS,
         "targets": np.roll(TOKENS, -1),
@@ -118,7 +118,7 @@ TABLES = {name: decoder_rules(config) for name, config in PRESETS.items()}
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_fits(name) -> None:
     """Every parameter has a rule and every rule a parameter, and no mark is unknown; of a model with a head too."""
-    model = flax.from_nnx(PRESETS[name].build)
+    model = from_nnx(PRESETS[name].build)
     plan = make_plan(abstract_mesh(MeshShape(fsdp=2, tensor=2)), TABLES[name], model, SGD)
     assert all(entry.rule for entry in plan.params)
     with use_plan(plan):
@@ -137,6 +137,6 @@ def test_a_table_fits(name) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_a_decoder_trains_as_on_one_device(name) -> None:
     """The initial state, and of two steps the loss, gradients and updates."""
-    model = flax.from_nnx(PRESETS[name].build)
+    model = from_nnx(PRESETS[name].build)
     job = Job(model, TABLES[name], value_and_grad(next_token_loss(model, chunk=7)), BATCHES)
     job.assert_parity(fsdp=2, tensor=2)

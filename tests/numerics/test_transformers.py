@@ -23,7 +23,7 @@ from spmd.hf.load import load_model
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
 from spmd.model_interface.model import as_outputs
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
 from spmd.training.state import ModelState
@@ -130,7 +130,7 @@ def read(folder, **sizes):
     mesh = make_mesh(devices=jax.devices()[:count], **sizes)
     with open_folder(folder) as found:
         family, config = found.family, found.config
-        plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), optax.sgd(0.1))
+        plan = make_plan(mesh, family.rules(config), from_nnx(config.build), optax.sgd(0.1))
         arrays = load_model(found, plan.abstract_params, plan.abstract_variables)
     return family, config, plan, ModelState(*arrays)
 

@@ -16,7 +16,7 @@ from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
 from spmd.hf.stored_bytes import LocalBytes
 from spmd.models import gemma, gpt2, llama, mixtral, qwen, vit
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from tests.command_line import run
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -31,7 +31,7 @@ TIED = {
 
 def initial(config):
     """Parameters of a shape."""
-    return flax.from_nnx(config.build).init(jax.random.key(0))
+    return from_nnx(config.build).init(jax.random.key(0))
 
 
 def write(folder, config, change=lambda tensors: tensors, **fields):

@@ -14,8 +14,8 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import classification_loss
 from spmd.models.vit import PRESETS, ViTConfig
 from spmd.partition_rules.vit import VIT
-from spmd.plan import flax
 from spmd.plan.context import use_plan
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import BUGS, Reference
@@ -30,7 +30,7 @@ CONFIG = PRESETS["test"]
 
 @functools.cache
 def model(config=CONFIG):
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from spmd.models.decoder import DecoderConfig, decoder_rules
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan
 from spmd.testing import BUGS, Parity, token_batches
 from spmd.training.state import TrainState, abstract_state
@@ -27,7 +27,7 @@ MICROBATCHES = 2
 @functools.cache
 def job_of(config: DecoderConfig, microbatches: int, steps: int) -> Job:
     """Some steps of a decoder on one device."""
-    model = flax.from_nnx(config.build)
+    model = from_nnx(config.build)
     grad_fn = accumulate(value_and_grad(next_token_loss(model, chunk=7)), microbatches)
     batches = token_batches((8, SEQUENCE), min(config.vocab, 64), steps)
     return Job(model, decoder_rules(config), grad_fn, batches, initial=draw_state)

@@ -24,7 +24,7 @@ from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import TickTable, tabulate
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.precision import make_precision
 from spmd.testing import Parity, Reference, Tolerance, token_batches
@@ -155,7 +155,7 @@ ROUTED = dataclasses.replace(
 
 @functools.cache
 def routed() -> Model:
-    return flax.from_nnx(ROUTED.build)
+    return from_nnx(ROUTED.build)
 
 
 def routed_plan(**axes: int) -> ShardingPlan:
@@ -198,7 +198,7 @@ def test_first_layers_of_another_kind():
         router=MIXTRALS["test"].router,
     )
     rules = MIXTRAL_SHARED
-    loss_fn = next_token_loss(flax.from_nnx(shape.build))
+    loss_fn = next_token_loss(from_nnx(shape.build))
 
     def plan(**axes):
         return make_plan(tiny.mesh(**axes), rules, loss_fn.model, OPTIMIZER)

@@ -20,7 +20,7 @@ from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import mixtral
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.testing import BUGS, Reference, token_batches
 from tests import tiny
@@ -72,7 +72,7 @@ BATCHES = token_batches((8, 16), SHAPE["vocab"], steps=2)
 
 @functools.cache
 def model(config):
-    return flax.from_nnx(config.build)
+    return from_nnx(config.build)
 
 
 def plan(config, context="ring", **sizes):

@@ -30,7 +30,7 @@ from spmd.lora.quantized_base import decode_base
 from spmd.lora.weight_formats import FORMATS
 from spmd.model_interface.wrapped_param import abstract_params
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from tests import tiny
 
 pytestmark = [
@@ -84,7 +84,7 @@ def plain_base(folder: Path, lora: LoRAConfig) -> Any:
 
 
 def adapted(lora: LoRAConfig = LORA) -> Any:
-    return with_lora(flax.from_nnx(CONFIG.build), lora, LLAMA)
+    return with_lora(from_nnx(CONFIG.build), lora, LLAMA)
 
 
 def batches() -> list[np.ndarray]:
@@ -93,7 +93,7 @@ def batches() -> list[np.ndarray]:
 
 
 def plan_of(lora: LoRAConfig, **sizes: int) -> Any:
-    rules = lora_rules(flax.from_nnx(CONFIG.build), lora, LLAMA)
+    rules = lora_rules(from_nnx(CONFIG.build), lora, LLAMA)
     return spmd.make_plan(tiny.mesh(**sizes), rules, adapted(lora), optax.adam(RATE))
 
 

@@ -13,7 +13,7 @@ from spmd.hf.family import tensor_sources
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
 from spmd.models.decoder.rotary import Llama3Scaling
 from spmd.name_maps import vit as vit_names
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 
 SCALED = dataclasses.replace(
     llama.PRESETS["test"], rope_scaling=Llama3Scaling(factor=8.0, original_context=16)
@@ -43,7 +43,7 @@ PUBLISHED = [
 @functools.cache
 def shapes(config):
     """Path → shape of every parameter, without making any."""
-    made = jax.eval_shape(flax.from_nnx(config.build).init, jax.random.key(0))
+    made = jax.eval_shape(from_nnx(config.build).init, jax.random.key(0))
     return {path: leaf.shape for path, leaf in tree.flatten(made).items()}
 
 

@@ -9,7 +9,7 @@ from spmd.errors import RuleError
 from spmd.models.decoder import decoder_rules
 from spmd.models.gpt2 import PRESETS as GPT2S
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from tests import tiny
@@ -55,7 +55,7 @@ def test_a_vocabulary_that_does_not_divide():
     )
     assert "63 / (pipe=2) = 31.5" in str(caught.value)
     rules = decoder_rules(GPT2S["gpt2"])
-    model = flax.from_nnx(GPT2S["gpt2"].build)
+    model = from_nnx(GPT2S["gpt2"].build)
     plan = make_plan(abstract_mesh(MeshShape(pipe=4, fsdp=2)), rules, model, tiny.OPTIMIZER)
     (embedding,) = (entry for entry in plan.params if entry.path == "embed/embedding")
     assert embedding.bytes_per_device == 4 * 50_257 * 768 // 8

@@ -10,7 +10,7 @@ from spmd.errors import ConfigError, RuleError
 from spmd.model_interface.model_config import repeats_of
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, decoder_rules
 from spmd.pipeline.schedules import make_schedule
-from spmd.plan import flax
+from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.build import make_setup
 from spmd.run.config import PipelineConfig, TrainConfig
@@ -141,7 +141,7 @@ def test_a_plan_alone_names_the_stack_once():
         make_plan(
             abstract_mesh(MeshShape(pipe=2, tensor=2)),
             decoder_rules(model),
-            flax.from_nnx(model.build),
+            from_nnx(model.build),
             optax.sgd(0.1),
         )
     stack, *others = caught.value.problems
