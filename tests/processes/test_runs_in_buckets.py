@@ -205,6 +205,23 @@ def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, who
 
 
 @pytest.mark.soak
+def test_a_step_is_compiled_ahead_into_a_bucket(s3, key, whole, tmp_path):
+    """The run loads it, and is that of a step that it compiled; made anew, it replaces the one before."""
+    config, expected = whole
+    out = s3.address(key)
+    for _ in range(2):
+        code, text, errors = command("compile", config, "--topology", "cpu:4", "--out", out)
+        assert code == 0, errors
+        assert f"written to {out}/compiled_step" in text
+    assert Bucket(locate(out)).list() == ["compiled_step"]
+    train(config, out, printed=tmp_path / "run")
+    log = RunDir(locate(out)).log.read_text()
+    assert f"loaded the compiled step from {out}/compiled_step" in log
+    assert "compiled the step in" not in log
+    assert losses(out) == losses(expected)
+
+
+@pytest.mark.soak
 def test_two_processes_save_their_shards(s3, key, whole, tmp_path):
     config, expected = whole
     out = s3.address(key)
