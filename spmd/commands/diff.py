@@ -18,6 +18,7 @@ from spmd.commands.parsing import parse_flags
 from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spinner
 from spmd.observe.wrap_text import wrap_to_terminal
+from spmd.storage.address import is_address
 
 _TITLE = "No two compiled steps to compare:"
 _WRITE = "spmd plan CONFIG --topology T --compile --json > FILE.json"
@@ -100,7 +101,7 @@ class _Step:
     def revision(self) -> str:
         """The revision of its code; empty without one."""
         revision, colon, _ = self.text.partition(":")
-        if not colon or revision.endswith(".py"):  # FILE.py:FUNCTION
+        if not colon or is_address(self.text) or revision.endswith(".py"):  # FILE.py:FUNCTION
             return ""
         return revision
 

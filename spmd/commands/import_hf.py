@@ -37,8 +37,11 @@ from spmd.sharding.mesh import MeshShape
 from spmd.sharding.optimizer_state import ZeroStage
 from spmd.storage.address import Location, address_of, locate
 from spmd.storage.bucket import Bucket
+from spmd.tree import with_noun
 
 _DEFAULT_SEQUENCE = 2048
+_PATIENCE = 30.0
+"""Seconds until a bucket that does not answer is an error, before anything is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,11 +209,14 @@ def _out_problems(out: Location) -> list[Problem]:
             problems.append(Problem(str(out), "exists", fix=fix))
         return problems
     with collect_errors(problems):
-        objects = Bucket(out).list()
-        if objects:
-            more = f"{len(objects):,} objects, the first {objects[0]}"
+        objects = Bucket(out, print, _PATIENCE).list()
+        is_of_run = any(name.startswith("lease/") for name in objects)
+        if objects and not is_of_run:
+            more = f"{with_noun(len(objects), 'object')}, the first {objects[0]}"
             problems.append(Problem(str(out), "exists", more, fix))
-        elif Bucket(out.parent).exists(out.name):
+        elif objects and RunDir(out).has_run:  # otherwise an import has failed there
+            problems.append(Problem(str(out), "contains a run", fix=fix))
+        elif Bucket(out.parent, print, _PATIENCE).exists(out.name):
             problems.append(Problem(str(out), "is an object", fix=fix))
     return problems
 

@@ -19,7 +19,7 @@ from spmd.distributed.initialize import MOST_SIMULATED, SINGLE_PROCESS, prepare_
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.optim.config import fit_warmup
 from spmd.run.config import M, TrainConfig
-from spmd.run.load_config import find_file, load_config, local_target, shipped, split_target
+from spmd.run.load_config import find_file, is_python_file, load_config, local_target, shipped
 from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
 from spmd.sharding.mesh import MeshShape, simulate_devices
 
@@ -141,8 +141,7 @@ def leave_devices_alone(arguments: list[str]) -> None:
 
     The file's step is planned for the machine of `--topology`, which may be absent.
     """
-    file, _ = split_target(_name_of(arguments))
-    if not file.endswith(".py"):
+    if not is_python_file(_name_of(arguments)):
         return
     machine = parse_topology(value_of("--topology", arguments) or "cpu:1")
     prepare_platform(machine.platform)

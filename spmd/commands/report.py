@@ -24,7 +24,7 @@ from spmd.report.plan_page import plan_page
 from spmd.report.run_data import read_runs
 from spmd.report.run_page import run_page
 from spmd.run.config import M
-from spmd.run.load_config import shipped, split_target
+from spmd.run.load_config import is_python_file, shipped
 from spmd.run.run_dir import RunDir
 from spmd.storage.address import locate
 from spmd.tree import human_bytes
@@ -85,7 +85,7 @@ def run_report(arguments: list[str]) -> int:
     if not name:
         _check_asks_for_help(arguments)
         return _report_plan(arguments, "demo")
-    if name in shipped() or split_target(name)[0].endswith(".py"):
+    if name in shipped() or is_python_file(name):
         return _report_plan(arguments, name)
     if not RunDir(locate(name)).path.is_dir():
         meant = did_you_mean(name, shipped())

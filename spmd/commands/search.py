@@ -25,7 +25,7 @@ from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.search import Candidate, Search, largest_batch, make_search, slice_sizes
 from spmd.run.step_source import ConfigSource, StepFile, StepSource
-from spmd.storage.download import original
+from spmd.storage.address import is_address
 from spmd.tree import human_bytes
 
 _ROWS = 10
@@ -98,7 +98,7 @@ def run_search(arguments: list[str]) -> int:
     best = search.best
     write = command.write if isinstance(command, SearchCommand) else ""
     if best is not None and write:
-        _write(command, topology, path, best)
+        _write(command, topology, _name_for_code(arguments[0], path), best)
     if command.json:
         print(json.dumps(_to_json(search, best), indent=2))
     elif best is None:
@@ -344,15 +344,18 @@ def _candidate_json(candidate: Candidate, best: Candidate | None) -> dict[str, A
     }
 
 
-def _write(command: SearchCommand, topology: Topology, path: Path, best: Candidate) -> None:
+def _write(command: SearchCommand, topology: Topology, name: str, best: Candidate) -> None:
+    """Write the best settings as a config that changes the one named `name`."""
     # A number of simulated devices would contradict the mesh.
     found = dataclasses.replace(command.config, **best.settings, devices=0)
-    code = _code(found, load_config(str(path)), "base")
-    about = f"{path.stem} on {topology}, as found by `spmd search`: {best.seconds:.4g} s a step."
+    code = _code(found, load_config(name), "base")
+    about = (
+        f"{Path(name).stem} on {topology}, as found by `spmd search`: {best.seconds:.4g} s a step."
+    )
     text = (
         f'"""{about}"""\n\n'
         "import dataclasses\n\nfrom spmd.run.load_config import load_config\n\n"
-        f"base = load_config({json.dumps(_config_name(path))})\nconfig = {code}\n"
+        f"base = load_config({json.dumps(name)})\nconfig = {code}\n"
     )
     try:
         Path(command.write).write_text(text, encoding="utf-8")
@@ -365,12 +368,14 @@ def _write(command: SearchCommand, topology: Topology, path: Path, best: Candida
         raise ConfigError("The config cannot be written:", [problem]) from None
 
 
-def _config_name(path: Path) -> str:
-    """Return the name of a shipped config by its file, or the place of another one."""
+def _name_for_code(given: str, path: Path) -> str:
+    """Return the name by which code can load a config: an address as it is given, or its file's."""
+    if is_address(given):
+        return given
     for name, file in shipped().items():
         if file == path:
             return name
-    return original(path)
+    return str(path)
 
 
 def _code(value: Any, old: Any, expression: str) -> str:

@@ -226,11 +226,11 @@ def unless_damaged(folder: Path, read: Callable[[], T], notes: list[str] | None)
         return read()
     except CacheErrors as error:
         if notes is not None and folder.exists():
-            notes.append(rebuilt_line(folder, error))
+            notes.append(_rebuilt_line(folder, error))
         return None
 
 
-def rebuilt_line(folder: Path, error: Exception) -> str:
+def _rebuilt_line(folder: Path, error: Exception) -> str:
     """Return a line about a damaged cache and its error."""
     reason = str(error)
     if isinstance(error, KeyError):

@@ -518,8 +518,8 @@ class _Turns:
 
     Attributes:
         shards: The number of shards of the scattered gradient.
-        words_per_shard: Of the scattered gradient.
-        words_per_turn: Of a shard.
+        words_per_shard: Words in a shard of the scattered gradient.
+        words_per_turn: Words of a shard in one turn.
     """
 
     shards: int
@@ -701,7 +701,7 @@ class _Head:
         )
 
     def softmax(self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]) -> _Softmax:
-        """Return the softmax of a chunk, with the tokens of all devices along `joined`."""
+        """Return the softmax of a chunk, with the gathered tokens."""
         vocabulary = self.layout.vocabulary
         along = self.layout.gathered_dims
         x = all_gather(x, along)

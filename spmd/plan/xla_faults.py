@@ -80,7 +80,7 @@ def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     numbers = operation.params["dimension_numbers"]
     batch = _axes_of_examples(operation, mesh)
     channels = _axes_of_groups(operation, mesh)
-    groups = operation.params["feature_group_count"] // shards_of(tuple(channels), mesh.shape)
+    groups = operation.params["feature_group_count"] // shards_of(channels, mesh.shape)
     local = functools.partial(_bind, operation, feature_group_count=groups)
     images = _spec({numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: channels})
     kernel = _spec({numbers.rhs_spec[0]: channels})
@@ -94,7 +94,7 @@ def _axes_of_examples(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
     axes = tuple(axis for axis in BATCH_AXES if axis in split)
     dim = operation.params["dimension_numbers"].lhs_spec[0]
     examples = operation.inputs[0].shape[dim]
-    if operation.params["batch_group_count"] > 1 or examples % shards_of(tuple(axes), mesh.shape):
+    if operation.params["batch_group_count"] > 1 or examples % shards_of(axes, mesh.shape):
         return ()
     return axes
 

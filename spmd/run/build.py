@@ -343,7 +343,7 @@ def skips_updates(config: TrainConfig) -> bool:
 
 
 def _optimizer_skips(config: TrainConfig) -> bool:
-    """Return whether the optimizer itself skips bad updates: a loss scale does it without."""
+    """Return whether the optimizer skips bad updates; with a loss scale, the step skips them."""
     return skips_updates(config) and build_precision(config).loss_scale is None
 
 

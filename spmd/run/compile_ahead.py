@@ -40,10 +40,6 @@ def compile_ahead(
     if config.compiled_step == NONE:
         problem = Problem("compiled_step", "is none", fix="a file, or nothing for the run folder's")
         raise ConfigError("There is nowhere to write the step:", [problem])
-    is_of_run = not config.compiled_step
-    path = Path(config.compiled_step).expanduser()
-    if is_of_run:
-        path = folder.fetch_compiled_step()
     if topology.platform == "cuda":
         what = "are tuned by XLA on the GPU itself"
         fix = "spmd train writes its compiled step into the run folder, for its restarts"
@@ -64,10 +60,12 @@ def compile_ahead(
         try:
             data = serialize_step(planned.step, planned.batch, key)
         except NotSerializableError as error:
-            problem = Problem(str(path), f"is not written: {error}")
+            problem = Problem("compiled_step", f"is not written: {error}")
             raise ConfigError("The step cannot be compiled ahead:", [problem]) from None
-    write_bytes(path, data)
-    if not is_of_run:
+    if config.compiled_step:
+        path = Path(config.compiled_step).expanduser()
+        write_bytes(path, data)
         return Written(path, len(data))
+    write_bytes(folder.fetch_compiled_step(), data)  # the upload replaces what was fetched
     folder.upload_compiled_step()
     return Written(folder.location / COMPILED_STEP, len(data))

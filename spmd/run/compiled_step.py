@@ -136,7 +136,7 @@ def load_compiled_step(
     except OSError as error:
         reason = f"it cannot be read: {error.strerror}"
     except StorageError as error:
-        reason = f"it cannot be read: {error}"
+        reason = f"it cannot be read: {error.problems[0].what}"
     if data is not None:
         try:
             serialized = _read_fitting(data, step_key(step, batch, config, source))

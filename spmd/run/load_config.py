@@ -28,7 +28,7 @@ from spmd.storage.bucket import Bucket
 from spmd.storage.download import download
 from spmd.training.loop import refuse_training
 
-_INIT = re.compile(r"[^/]+/__init__\.py")
+_MODULE = re.compile(r"[^/]+/[^/]+\.py")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 """Folder of the configs that ship with the package."""
@@ -172,7 +172,7 @@ def find_file(name: str) -> Path:
 
 
 def _local_copy(address: BucketPath) -> Path:
-    """Download a config with the modules and packages beside it; return its local path.
+    """Download a config with the modules beside it and in folders beside it; return its local path.
 
     Of a config at the top of a bucket, nothing else is downloaded.
     """
@@ -183,11 +183,11 @@ def _local_copy(address: BucketPath) -> Path:
     if not address.parent.key:
         return download(address)
     names = Bucket(address.parent).list()
-    packages = {name.partition("/")[0] for name in names if _INIT.fullmatch(name)}
+    folders = {name.partition("/")[0] for name in names if _MODULE.fullmatch(name)}
 
     def wanted(name: str) -> bool:
         folder, slash, _ = name.partition("/")
-        return name.endswith(".py") and (not slash or folder in packages)
+        return name.endswith(".py") and (not slash or folder in folders)
 
     path = download(address.parent, wanted) / address.name
     if not path.is_file():
@@ -198,14 +198,36 @@ def _local_copy(address: BucketPath) -> Path:
 def split_target(target: str) -> tuple[str, str]:
     """Split `FILE.py:FUNCTION`; the function is empty if there is none.
 
+    Options of an address come last.
+
     Example:
         >>> split_target("step.py:make"), split_target("gs://bucket/step.py"), split_target("demo")
         (('step.py', 'make'), ('gs://bucket/step.py', ''), ('demo', ''))
+        >>> split_target("s3://bucket/step.py:make?region=eu-west-1")
+        ('s3://bucket/step.py?region=eu-west-1', 'make')
     """
-    file, _, function = target.rpartition(":")
-    if file.endswith(".py"):
-        return file, function
-    return target, ""
+    place, question, options = target, "", ""
+    if is_address(target):
+        place, question, options = target.partition("?")
+    file, _, function = place.rpartition(":")
+    if not file.endswith(".py"):
+        return target, ""
+    return f"{file}{question}{options}", function
+
+
+def is_python_file(target: str) -> bool:
+    """Return whether a target is a Python file, or a function of one.
+
+    Example:
+        >>> is_python_file("step.py:make"), is_python_file("s3://b/step.py?region=us-east-1")
+        (True, True)
+        >>> is_python_file("demo")
+        False
+    """
+    file, _ = split_target(target)
+    if is_address(file):
+        file, _, _ = file.partition("?")
+    return file.endswith(".py")
 
 
 def local_target(target: str) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from spmd.errors import Problem, StorageError
 from spmd.storage.address import BucketPath, is_address, parse_address
 from spmd.storage.bucket import Bucket
 from spmd.storage.download import download_missing, local_folder
+from spmd.storage.temporary import temporary_folder
 from spmd.training.compilation_cache import cache_dir, compilation_cache, processor
 
 _INTERVAL = 5.0
@@ -60,11 +60,10 @@ def program_cache(configured: str, say: Callable[[str], object]) -> Iterator[Non
         with compilation_cache(cache_dir(configured)):
             yield
         return
-    with tempfile.TemporaryDirectory(prefix="spmd-programs-") as folder:
-        programs = BucketPrograms(path / _kind(), Path(folder), say)
-        programs.download()
-        with programs.uploads(), compilation_cache(Path(folder)):
-            yield
+    programs = BucketPrograms(path / _kind(), say)
+    programs.download()
+    with programs.uploads(), compilation_cache(programs.folder):
+        yield
 
 
 def _bucket_path(configured: str) -> BucketPath | None:
@@ -79,14 +78,16 @@ class BucketPrograms:
     """Programs of one kind of device and set of versions, in a bucket and in a local folder.
 
     Args:
-        folder: The local folder, which no other process writes to.
         say: Shows a line.
+
+    Attributes:
+        folder: The local folder, which no other process writes to; removed with this object.
     """
 
-    def __init__(self, path: BucketPath, folder: Path, say: Callable[[str], object]) -> None:
+    def __init__(self, path: BucketPath, say: Callable[[str], object]) -> None:
+        self.folder = temporary_folder("spmd-programs", self)
         self._path = path
         self._bucket = Bucket(path, say, _PATIENCE)
-        self._folder = folder
         self._say = say
         self._shared = set[str]()
         self._sizes: dict[str, int] = {}
@@ -99,9 +100,9 @@ class BucketPrograms:
             self._shared.update(names)
             download_missing(self._bucket, copies, names)
             for name in names:
-                _link(copies / name, self._folder / name)
+                _link(copies / name, self.folder / name)
         except (StorageError, OSError) as error:
-            self._say(f"programs are compiled, not read from {self._path}: {error}")
+            self._say(f"programs are compiled, not read from {self._path}: {_reason(error)}")
 
     @contextlib.contextmanager
     def uploads(self) -> Iterator[None]:
@@ -134,18 +135,26 @@ class BucketPrograms:
             are_complete: Nothing is being written; otherwise a file is uploaded that has the size
                 of the call before.
         """
-        for file in sorted(self._folder.glob(f"*{_PROGRAM}")):
+        for file in sorted(self.folder.glob(f"*{_PROGRAM}")):
             if file.name in self._shared:
                 continue
-            size = file.stat().st_size
-            if are_complete or size == self._sizes.get(file.name):
-                self._shared.add(file.name)  # a failed upload has taken its time already
-                try:
+            try:
+                size = file.stat().st_size
+                if are_complete or size == self._sizes.get(file.name):
+                    self._shared.add(file.name)  # a failed upload has taken its time already
                     self._bucket.create(file.name, file.read_bytes())
-                except (StorageError, OSError) as error:
-                    self._say(f"compiled programs are not shared: {error}")
-                    break
-            self._sizes[file.name] = size
+                self._sizes[file.name] = size
+            except (StorageError, OSError) as error:
+                self._say(f"a compiled program is not shared: {_reason(error)}")
+                break
+
+
+def _reason(error: StorageError | OSError) -> str:
+    """Return an error in one line."""
+    if isinstance(error, OSError):
+        return str(error)
+    problem = error.problems[0]
+    return f"{problem.where} {problem.what}"
 
 
 def _link(file: Path, name: Path) -> None:

@@ -261,7 +261,7 @@ class Search:
 
     Attributes:
         settings: What to try.
-        predictor: Of each; None if nothing can, for the order of `settings`.
+        predictor: Predicts the step of each; without one, the order of `settings` stays.
         file: Where results are kept; None to keep none.
     """
 

@@ -53,7 +53,7 @@ from spmd.run.load_config import (
 from spmd.run.planned_step import CompiledStep, PlannedStep, compile_step, topology_mesh
 from spmd.run.preflight import check_planned_init, preflight
 from spmd.run.step_time import estimate_time, estimate_traced_time, time_program, work_of
-from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh
+from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, nontrivial_axes
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.report import StepTime, write_trace
@@ -365,7 +365,7 @@ def _count_devices(shape: MeshShape, devices: int) -> int:
 
 
 def _axes(mesh: AnyMesh) -> str:
-    split = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
+    split = [f"{axis} {size}" for axis, size in nontrivial_axes(mesh.shape).items()]
     return " × ".join(split) or "one device"
 
 

@@ -71,16 +71,6 @@ def local_folder(path: BucketPath) -> Path:
     return DOWNLOADS.expanduser() / path.scheme / path.bucket / path.key
 
 
-def original(path: Path) -> str:
-    """Return the address of a local copy, without options; of another path, its text."""
-    try:
-        below = path.relative_to(DOWNLOADS.expanduser())
-    except ValueError:
-        return str(path)
-    scheme, bucket, *names = below.parts
-    return f"{scheme}://{bucket}/{'/'.join(names)}"
-
-
 def download_missing(objects: Bucket, folder: Path, names: Sequence[str]) -> None:
     """Download objects that never change, unless they are in the folder."""
     _update(objects, folder, [name for name in names if not (folder / name).exists()])

@@ -17,22 +17,17 @@ come.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import os
 import re
-import shutil
-import socket
 import sys
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import Problem, StorageError
 from spmd.storage.bucket import Bucket, Version
+from spmd.storage.temporary import temporary_folder
 
 INTERVAL = 5.0
 """Seconds between uploads."""
@@ -43,8 +38,6 @@ LAST_SECONDS = 120.0
 """Seconds of repeated requests for the uploads at the end."""
 
 _PART = re.compile(r"(.+)\.parts/([0-9a-f]{16})-([0-9]{6,}\.[0-9]{6})-([0-9]{15})")
-_LOCK = ".lock"
-"""End of the name of a file beside a temporary folder."""
 _UNFINISHED = (".tmp", ".unfinished", ".writing")
 _TAIL = 4096
 
@@ -88,7 +81,7 @@ class Mirror:
     def __init__(self, bucket: Bucket, excluded: tuple[str, ...] = ()) -> None:
         self.bucket = bucket
         self._excluded = excluded
-        self.folder = _temporary_folder(self)
+        self.folder = temporary_folder("spmd-files", self)
         self._uploaded: dict[str, _Uploaded] = {}
         self._lock = threading.Lock()
         self._is_writing = False
@@ -328,53 +321,6 @@ class Mirror:
         while parts:
             self.bucket.delete(parts[-1])
             parts.pop()
-
-
-def _temporary_folder(owner: object) -> Path:
-    """Make a temporary folder; it is removed with `owner`, or after its process was killed.
-
-    A process holds the lock of a file beside the folder as long as it lives. The names are those of
-    a host and a user, since hosts may share the place.
-    """
-    prefix = f"spmd-files-{socket.gethostname()}-{os.getuid()}-"
-    for abandoned in Path(tempfile.gettempdir()).glob(f"{prefix}*{_LOCK}"):
-        _remove_if_abandoned(abandoned)
-    number, lock = _locked_file(prefix)
-    folder = Path(str(lock).removesuffix(_LOCK))
-    folder.mkdir(mode=0o700)
-    weakref.finalize(owner, _remove, lock, number)
-    return folder
-
-
-def _locked_file(prefix: str) -> tuple[int, Path]:
-    """Make a file with a lock; return its descriptor and its path."""
-    while True:
-        number, name = tempfile.mkstemp(prefix=prefix, suffix=_LOCK)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(number, fcntl.LOCK_EX)
-        if os.fstat(number).st_nlink:
-            return number, Path(name)
-        os.close(number)  # another process took it for an abandoned one
-
-
-def _remove_if_abandoned(lock: Path) -> None:
-    """Remove a temporary folder of this user, unless a process holds its lock."""
-    with contextlib.suppress(OSError):
-        number = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            if os.fstat(number).st_uid == os.getuid():
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(lock)
-        finally:
-            os.close(number)
-
-
-def _remove(lock: Path, number: int | None = None) -> None:
-    """Remove a temporary folder and its lock, and close the lock's descriptor."""
-    shutil.rmtree(str(lock).removesuffix(_LOCK), ignore_errors=True)
-    lock.unlink(missing_ok=True)
-    if number is not None:
-        os.close(number)
 
 
 def _latest(parts: list[str], tag: str) -> list[str]:

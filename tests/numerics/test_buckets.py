@@ -47,7 +47,6 @@ from spmd.storage import mirror as mirror_module
 from spmd.storage import shared_folders
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
-from spmd.storage.download import original
 from spmd.storage.mirror import Mirror
 from tests.chats import write_tokenizer
 from tests.google_storage import google_storage
@@ -498,9 +497,15 @@ def test_files_of_a_killed_process_are_removed(tmp_path, monkeypatch):
 
 
 def test_programs_are_shared_through_a_bucket(s3, key, tmp_path, monkeypatch):
-    """What one host has compiled, another finds, and JAX writes to a folder of the process alone."""
+    """What process 0 of one host has compiled, another finds; JAX writes to a folder of the process alone."""
     objects = bucket(s3, key)
     address = s3.address(key)
+    with monkeypatch.context() as other:
+        other.setattr(jax, "process_index", lambda: 1)
+        with program_cache(address, print):
+            file = Path(jax.config.values["jax_compilation_cache_dir"]) / "jit_step-1-cache"
+            file.write_bytes(b"of process 1")
+    assert not objects.list()
     folders = []
     for host in ("first", "second"):
         monkeypatch.setenv("HOME", str(tmp_path / host))
@@ -525,9 +530,9 @@ def test_a_program_that_is_being_written_waits(s3, key, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(program_cache_module, "_INTERVAL", 0.02)
     objects = bucket(s3, key)
-    programs = BucketPrograms(locate(s3.address(key)), tmp_path, print)
+    programs = BucketPrograms(locate(s3.address(key)), print)
     programs.download()
-    file = tmp_path / "jit_step-1-cache"
+    file = programs.folder / "jit_step-1-cache"
     file.write_bytes(b"half")
     programs.upload()
     file.write_bytes(b"whole program")
@@ -562,14 +567,13 @@ def test_a_config_in_a_bucket_has_the_modules_beside_it(s3, key, tmp_path, monke
     """And packages, but neither other files nor another run's."""
     monkeypatch.setenv("HOME", str(tmp_path))
     objects = bucket(s3, key)
-    names = ["config.py", "helper.py", "parts/__init__.py", "parts/model.py"]
+    names = ["config.py", "helper.py", "package/__init__.py", "package/a/b.py", "parts/model.py"]
     for name in (*names, "runs/demo/config.py", "corpus.txt"):
         objects.write(name, b"")
     address = s3.address(f"{key}/config.py")
     file = find_file(address)
     files = [path for path in file.parent.rglob("*") if path.suffix == ".py"]
     assert sorted(path.relative_to(file.parent).as_posix() for path in files) == names
-    assert original(file) == address
     assert local_target(f"{address}:make") == f"{file}:make"
     for name, expected in (("other.py", "does not exist"), ("config", "config/config.py")):
         with pytest.raises(ConfigError, match=expected):

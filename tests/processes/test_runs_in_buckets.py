@@ -187,7 +187,11 @@ def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, who
     assert objects.list("imported/checkpoints/steps/") == ["imported/checkpoints/steps/0.json"]
     code, _, errors = command(*importing)
     assert code == 2
-    assert f"{made}: exists" in errors
+    assert f"{made}: contains a run" in errors
+    used = s3.address(f"{key}/hf")
+    code, _, errors = command("import", used, "--out", used, "--devices", "4")
+    assert code == 2
+    assert f"{used}: exists" in errors
     flags = ("--steps", 4, "--log-every", 1, "--data.source", config.parent / "corpus.txt")
     shapes = ("--data.sequence", 16, "--data.batch", 8)
     cache = ("--compilation-cache-dir", s3.address(f"{key}/programs"))
@@ -206,13 +210,13 @@ def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, who
 
 @pytest.mark.soak
 def test_a_step_is_compiled_ahead_into_a_bucket(s3, key, whole, tmp_path):
-    """The run loads it, and is that of a step that it compiled; made anew, it replaces the one before."""
+    """In place of the one that is there; the run loads it, and is that of a step that it compiled."""
     config, expected = whole
     out = s3.address(key)
-    for _ in range(2):
-        code, text, errors = command("compile", config, "--topology", "cpu:4", "--out", out)
-        assert code == 0, errors
-        assert f"written to {out}/compiled_step" in text
+    Bucket(locate(out)).write("compiled_step", b"of another step")
+    code, text, errors = command("compile", config, "--topology", "cpu:4", "--out", out)
+    assert code == 0, errors
+    assert f"written to {out}/compiled_step" in text
     assert Bucket(locate(out)).list() == ["compiled_step"]
     train(config, out, printed=tmp_path / "run")
     log = RunDir(locate(out)).log.read_text()
