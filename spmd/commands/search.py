@@ -345,7 +345,7 @@ def _candidate_json(candidate: Candidate, best: Candidate | None) -> dict[str, A
 
 
 def _write(command: SearchCommand, topology: Topology, name: str, best: Candidate) -> None:
-    """Write the best settings as a config that changes the one named `name`."""
+    """Write the best settings as a config with those of `name` as its base."""
     # A number of simulated devices would contradict the mesh.
     found = dataclasses.replace(command.config, **best.settings, devices=0)
     code = _code(found, load_config(name), "base")
@@ -369,7 +369,7 @@ def _write(command: SearchCommand, topology: Topology, name: str, best: Candidat
 
 
 def _name_for_code(given: str, path: Path) -> str:
-    """Return the name by which code can load a config: an address as it is given, or its file's."""
+    """Return a config's name for code: an address as given, a shipped name, or the file."""
     if is_address(given):
         return given
     for name, file in shipped().items():

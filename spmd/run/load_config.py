@@ -172,9 +172,10 @@ def find_file(name: str) -> Path:
 
 
 def _local_copy(address: BucketPath) -> Path:
-    """Download a config with the modules beside it and in folders beside it; return its local path.
+    """Download a config with the modules beside it; return its local path.
 
-    Of a config at the top of a bucket, nothing else is downloaded.
+    Modules in folders beside it are downloaded, too; of a config at the top of a bucket, nothing
+    else is.
     """
     title = "Config not found:"
     if not address.name.endswith(".py"):

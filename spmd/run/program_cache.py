@@ -158,7 +158,7 @@ def _reason(error: StorageError | OSError) -> str:
 
 
 def _link(file: Path, name: Path) -> None:
-    """Give a file another name, or copy it where that is another file system."""
+    """Give a file another name; copy it to another file system."""
     try:
         os.link(file, name)
     except OSError:

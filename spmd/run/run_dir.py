@@ -183,7 +183,7 @@ class RunDir:
         return self.mirror.uploads(lease.number, _is_own, lease.renew, lease.show)
 
     def upload_now(self, lease: Lease) -> None:
-        """Upload what this process has written so far, such as before a checkpoint exists."""
+        """Upload the files of this process as they are, such as before a checkpoint exists."""
         if self.mirror is not None:
             self.mirror.upload(_is_own, lease.renew, lease.show)
 
@@ -211,7 +211,7 @@ class RunDir:
         _write_whole(self.metrics, content[:position] + lines)
 
     def upload_all(self, lease: Lease) -> None:
-        """Upload what this process has written; raise a `StorageError` if it cannot be."""
+        """Upload the files of this process, or raise a `StorageError`."""
         if self.mirror is not None:
             lease.renew()
             self.mirror.push(_is_own)

@@ -72,7 +72,7 @@ def local_folder(path: BucketPath) -> Path:
 
 
 def download_missing(objects: Bucket, folder: Path, names: Sequence[str]) -> None:
-    """Download objects that never change, unless they are in the folder."""
+    """Download unchanging objects, unless they are in the folder."""
     _update(objects, folder, [name for name in names if not (folder / name).exists()])
 
 

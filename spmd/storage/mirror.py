@@ -104,7 +104,7 @@ class Mirror:
             del self._uploaded[name]
 
     def fetch(self, prefix: str) -> None:
-        """Download missing files whose names begin so, also while this object uploads others."""
+        """Download missing files with a prefix, also while this object uploads others."""
         with self._lock:
             for name, parts in self._listed(prefix=prefix).items():
                 if not (self.folder / name).exists():

@@ -1,4 +1,4 @@
-"""Temporary folders that outlive no process, however it ends.
+"""Temporary folders, removed also after a process was killed.
 
 A process holds the lock of a file beside its folder as long as it lives. Names have the host and
 the user, since hosts may share the place.
