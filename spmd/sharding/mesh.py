@@ -366,7 +366,11 @@ def nontrivial_axes(sizes: Mapping[str, int]) -> dict[str, int]:
         >>> nontrivial_axes({"data": 2, "fsdp": 1})
         {'data': 2}
     """
-    return {axis: size for axis, size in sizes.items() if size > 1}
+    found = {}
+    for axis, size in sizes.items():
+        if size > 1:
+            found[axis] = size
+    return found
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:

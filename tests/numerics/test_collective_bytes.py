@@ -137,7 +137,7 @@ for file, (mesh, options) in json.loads(sys.argv[2]).items():
 """
 
 
-IN_CI = ("data", "zero 2", "zero 3", "zero 3, remat", "tensor", "tensor, whole stream")
+IN_CI = ("data", "zero 1", "zero 3", "zero 3, remat", "tensor", "tensor, whole stream")
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ class Mutation:
 MUTATIONS = {
     "wrong psum axis": Mutation(
         "spmd/layers/lm_head.py",
-        "totals = tuple(psum(s, layout.summed) for s in sums)",
+        "totals = tuple(psum(s, layout.summed_axes) for s in sums)",
         "totals = tuple(psum(s, layout.vocabulary) for s in sums)",
         (
             "tests/numerics/test_lm_head.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
@@ -77,7 +77,7 @@ MUTATIONS = {
     "wrong psum axis of a gradient": Mutation(
         "spmd/layers/lm_head.py",
         "psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))",
-        "psum(dx, tuple(axis for axis in self.layout.summed if axis not in scattered))",
+        "psum(dx, tuple(axis for axis in self.layout.summed_axes if axis not in scattered))",
         (
             "tests/numerics/test_lm_head.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
         ),
