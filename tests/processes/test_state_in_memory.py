@@ -155,7 +155,7 @@ class Cluster:
         self.proxy.fault = "none"
         self.await_step(self.step() + 1)
 
-    def finish(self, seconds=240):
+    def finish(self, seconds=600):
         """The exit codes, when all have ended with 0."""
         deadline = time.monotonic() + seconds
         while any(host.supervisor.poll() != 0 for host in self.hosts):
