@@ -30,6 +30,7 @@ from spmd.hf.save import shared_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_interface.model import PRNG
 from spmd.model_interface.model_config import HasVocab, context_of
+from spmd.resilience.lease_files import FOLDER
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
@@ -210,7 +211,7 @@ def _out_problems(out: Location) -> list[Problem]:
         return problems
     with collect_errors(problems):
         objects = Bucket(out, print, _PATIENCE).list()
-        is_of_run = any(name.startswith("lease/") for name in objects)
+        is_of_run = any(name.startswith(f"{FOLDER}/") for name in objects)
         if objects and not is_of_run:
             more = f"{with_noun(len(objects), 'object')}, the first {objects[0]}"
             problems.append(Problem(str(out), "exists", more, fix))

@@ -240,7 +240,9 @@ def evaluate_batches(
         for name, value in scalars.items():
             totals[name] += float(value)
     weight = totals.pop("weight")
-    means = {name: total / weight if weight else math.nan for name, total in totals.items()}
+    means = dict.fromkeys(totals, math.nan)
+    if weight:
+        means = {name: total / weight for name, total in totals.items()}
     return {**means, "weight": weight}
 
 

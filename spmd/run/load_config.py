@@ -154,7 +154,7 @@ def load_config(name: str) -> TrainConfig:
 def find_file(name: str) -> Path:
     """Return the path of a file, or of a shipped config such as `demo`.
 
-    Of a file in a bucket, that of its local copy, with copies of the Python files below its folder.
+    Of a file in a bucket, that of its local copy; modules beside it are copied, too.
     """
     if is_address(name):
         return _local_copy(parse_address(name))

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from spmd.errors import Problem, StorageError
 from spmd.storage.address import BucketPath, is_address, parse_address
 from spmd.storage.bucket import Bucket
 from spmd.storage.download import download_missing, local_folder
+from spmd.storage.periodic import calls_at_intervals
 from spmd.storage.temporary import temporary_folder
 from spmd.training.compilation_cache import cache_dir, compilation_cache, processor
 
@@ -113,19 +113,10 @@ class BucketPrograms:
         if jax.process_index() != 0:
             yield
             return
-        stopped = threading.Event()
-
-        def keep_uploading() -> None:
-            while not stopped.wait(_INTERVAL):
-                self.upload()
-
-        thread = threading.Thread(target=keep_uploading, name="spmd-programs", daemon=True)
-        thread.start()
         try:
-            yield
+            with calls_at_intervals(self.upload, _INTERVAL, _PATIENCE, "spmd-programs"):
+                yield
         finally:
-            stopped.set()
-            thread.join(_PATIENCE)
             self.upload(are_complete=True)
 
     def upload(self, *, are_complete: bool = False) -> None:

@@ -118,9 +118,13 @@ class Run(RunSpec):
             )
         evaluated = self.step.parts[self.step.evaluated_part]
         point = plan_evaluation_point(evaluated.plan).name
-        of_point = f", {point}" if point else ""
+        of_point = ""
+        if point:
+            of_point = f", {point}"
         for name, weight in result.weights.items():
-            title = "validation loss" if name == "val" else f"{name} loss"
+            title = f"{name} loss"
+            if name == "val":
+                title = "validation loss"
             loss = result.evaluation[f"{name}_loss"]
             print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit_of_weights}{of_point}")
         if result.checkpoint is not None:

@@ -17,6 +17,7 @@ come.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 
 from spmd.errors import Problem, StorageError
 from spmd.storage.bucket import Bucket, Version
+from spmd.storage.periodic import calls_at_intervals
 from spmd.storage.temporary import temporary_folder
 
 INTERVAL = 5.0
@@ -216,23 +218,16 @@ class Mirror:
             before: Called before each upload; raises if there must be none.
             say: Shows a line.
         """
-        stopped = threading.Event()
         quick = self.bucket
         self.bucket = quick.patient(say)
         self._writer = writer
         self._is_writing = True
 
-        def keep_uploading() -> None:
-            while not stopped.wait(INTERVAL):
-                self.upload(owns, before, say)
-
-        thread = threading.Thread(target=keep_uploading, name="spmd-uploads", daemon=True)
-        thread.start()
+        upload = functools.partial(self.upload, owns, before, say)
         try:
-            yield
+            with calls_at_intervals(upload, INTERVAL, LAST_SECONDS, "spmd-uploads"):
+                yield
         finally:
-            stopped.set()
-            thread.join(LAST_SECONDS)
             self.bucket = Bucket(quick.path, say, LAST_SECONDS)
             self.upload(owns, before, lambda line: print(f"spmd: {line}", file=sys.stderr))
             self.bucket = quick
