@@ -87,9 +87,10 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         outputs, after = model.forward(*own, key, *inputs, train=train, **keywords)
         return outputs, {**after, BASE: variables[BASE]}
 
-    def part(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(params: Any, variables: Any, *args: Any, **keywords: Any) -> Any:
-            return function(*merged(params, variables), *args, **keywords)
+    def part(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        def run(params: Any, variables: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
+            result, after = function(*merged(params, variables), *args, **keywords)
+            return result, {**after, BASE: variables[BASE]}
 
         return run
 

@@ -267,24 +267,26 @@ class LayeredModule(Protocol):
 class LayeredModel:
     """A forward pass in three parts, so that each stage of a pipeline can have some layers.
 
-    The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each
-    part takes `(params, variables, …, train=…)`. Layers of another kind, such as dense first
-    layers, are part of `embed_inputs`, which also takes `valid=` if the model is `padding_aware`.
+    The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`. Each part
+    takes `(params, variables, …, train=…)`, and returns its result and the variables after it,
+    which the next part takes. Layers of another kind, such as dense first layers, are part of
+    `embed_inputs`, which also takes `valid=` if the model is `padding_aware`.
 
     Attributes:
         embed_inputs: `(key, *inputs)` → `(x, context)`: the input of the first layer, and other
             inputs of every layer.
         apply_layers: `(x, context)` → `(x, values)`: runs the layers in `params`, of which a stage
-            has some; `values` are other outputs of the layers, stacked, or None.
+            has some; `values` are other outputs of the layers, stacked, or None. It changes no
+            variables but those of the layers.
         compute_outputs: `(x, values)` → the outputs, with `values` of all layers.
         outputs_take_context: Whether `compute_outputs` takes the context, too, after the values:
             for layers after those that are split into stages. A module declares it by an attribute
             of this name.
     """
 
-    embed_inputs: Callable[..., tuple[jax.Array, Any]]
-    apply_layers: Callable[..., tuple[jax.Array, Any]]
-    compute_outputs: Callable[..., Any]
+    embed_inputs: Callable[..., tuple[tuple[jax.Array, Any], Any]]
+    apply_layers: Callable[..., tuple[tuple[jax.Array, Any], Any]]
+    compute_outputs: Callable[..., tuple[Any, Any]]
     outputs_take_context: bool = False
 
 

@@ -85,17 +85,11 @@ def _partition(
     """Split arrays as `partition` does, with one chunk on each stage.
 
     Raises:
-        ConfigError: The model has variables that change once a step: the microbatches in flight
-            would read those of another step.
+        ConfigError: Variables change in a step, and microbatches in flight would read those of
+            another one; or layers do not divide.
     """
     loss, _ = in_parts(loss_fn)
-    problems = []
-    for path in sorted(loss.model.info().step_variables):
-        what = "changes while microbatches are in flight"
-        problems.append(Problem(path, what, fix="a schedule with a flush, such as 1f1b"))
-    if problems:
-        raise ConfigError(TITLE, problems)
-    split, arrays = partition(
+    split, arrays, _ = partition(
         loss_fn,
         params,
         variables,
@@ -105,6 +99,14 @@ def _partition(
         chunks=1,
         microbatches=table.microbatches,
     )
+    (_, of_layers), (_, others), _ = arrays
+    changing = tree.flatten(tree.merge(of_layers.changing, others.changing))
+    problems = []
+    for path in sorted({*loss.model.info().step_variables, *changing}):
+        what = "changes while microbatches are in flight"
+        problems.append(Problem(path, what, fix="a schedule with a flush, such as 1f1b"))
+    if problems:
+        raise ConfigError(TITLE, problems)
     if not split.is_even:
         what = "do not divide into stages, and weights of the batch before are stored by stages"
         detail = f"{split.layers} / (pipe={split.stages})"
@@ -117,14 +119,14 @@ def _run_batch(
     layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: TickTable, split: LayerSplit
 ) -> Any:
     """Run the ticks of one batch on one stage."""
-    (layers, frozen), (layers_before, _), saved = layers
+    (layers, of_layers), (layers_before, _), saved = layers
     (shared, others), microbatches = now
     (shared_before, _), microbatches_before = before
     versions = (layers, shared), (layers_before, shared_before)
     chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), *versions)  # [version, …]
     parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), microbatches, microbatches_before)
-    frozen = _with_dim(frozen)  # [chunk, layer, …] of the only chunk
-    model = StageModel(loss_fn, parts, layers, split, (frozen, others))
+    of_layers = _with_dim(of_layers)  # [chunk, layer, …] of the only chunk
+    model = StageModel(loss_fn, parts, layers, split, (of_layers, others))
     tasks, empty = first_carry(model, chunks, shared, table)
     carry = _restore_carry(empty, saved)
     carry = run_ticks(model, tasks, chunks, shared, jnp.float32(1), table, carry)
@@ -271,13 +273,13 @@ class InFlight(GradTransform):
             with use_plan(plan):
                 targets = grad_targets(params)
                 split, arrays = _partition(loss_fn, table, targets, variables, batch, key)
-                (layers, frozen), (shared, others), parts = arrays
-                layers, frozen = jax.tree.map(
-                    lambda w: w[: w.shape[0] // table.stages], (layers, frozen)
+                (layers, of_layers), (shared, others), parts = arrays
+                layers, of_layers = jax.tree.map(
+                    lambda w: w[: w.shape[0] // table.stages], (layers, of_layers)
                 )
                 chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))
-                frozen = _with_dim(frozen)
-                stage = StageModel(loss_fn, parts, layers, split, (frozen, others))
+                of_layers = _with_dim(of_layers)
+                stage = StageModel(loss_fn, parts, layers, split, (of_layers, others))
                 _, carry = first_carry(stage, chunks, shared, table)
                 return _save_carry(carry, table)
 

@@ -5,6 +5,7 @@ A pipeline is one SPMD program, manual over `pipe` only, with a scan over the ti
 kept for its backward task, which recomputes the rest under the plan's remat policy.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -54,11 +55,11 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         in_parts(loss_fn)
         first = first_microbatch(batch, table.microbatches)
         counts = table.stages, table.chunks, table.microbatches
-        split, arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
+        split, arrays, after = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
         checked, variables = params, own
         if not split.is_even:  # in a region manual over `pipe`, only stages have whole layers
-            layers, frozen = arrays[0]
-            checked, variables = _replaced(params, layers), _replaced(own, frozen)
+            layers, of_layers = arrays[0]
+            checked, variables = _replaced(params, layers), _replaced(own, of_layers.at(0))
         _check_loss(loss, checked, variables, first, key, per_microbatch=per_microbatch)
         scale = enter_all(current().transforms, carry).scaled(jnp.float32(1))
         local = functools.partial(_backward, loss_fn=loss_fn, table=table, split=split)
@@ -67,7 +68,7 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         if not split.is_even:
             d_layers = split.from_stages(d_layers)
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
-        return gradients, sums, carry
+        return gradients, sums, dataclasses.replace(carry, variables=after)
 
     return LossGradFn(grad_fn, loss, table)
 
@@ -105,9 +106,10 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """Return a loss function for evaluation: microbatches pass through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        split, arrays = partition(loss_fn, params, variables, batch, key, stages, 1, microbatches)
+        counts = stages, 1, microbatches
+        split, arrays, after = partition(loss_fn, params, variables, batch, key, *counts)
         local = functools.partial(_forward, loss_fn=loss_fn, split=split, microbatches=microbatches)
-        return shard_over_stages(local, P(), *arrays), variables
+        return shard_over_stages(local, P(), *arrays), after
 
     return pipelined_loss
 
@@ -131,10 +133,10 @@ def _backward(
     split: LayerSplit,
 ) -> Any:
     """Return one stage's gradients, `[1, …]` of shared parameters, and the sums of all stages."""
-    chunks, frozen = split.in_chunks(layers)
+    chunks, of_layers = split.in_chunks(layers)
     params, others = shared
     first = jax.tree.map(lambda w: w[0], chunks)
-    model = StageModel(loss_fn, parts, first, split, (frozen, others))
+    model = StageModel(loss_fn, parts, first, split, (of_layers, others))
     params = jax.tree.map(lambda w: w[None], params)  # [version, …] of the only version
     tasks, carry = first_carry(model, chunks, params, table)
     carry = run_ticks(model, tasks, chunks, params, scale, table, carry)
@@ -149,9 +151,9 @@ def _forward(
     """Return the sums over all stages: stage *s* runs microbatch *t* - *s* in tick *t*."""
     stages = split.stages
     stage = jax.lax.axis_index(AXIS)
-    (layers, frozen), (shared, others) = layers, shared
-    frozen = jax.tree.map(lambda w: w[None], frozen)  # [chunk, layer, …] of the only chunk
-    model = StageModel(loss_fn, parts, layers, split, (frozen, others))
+    (layers, of_layers), (shared, others) = layers, shared
+    of_layers = jax.tree.map(lambda w: w[None], of_layers)  # [chunk, layer, …] of the only chunk
+    model = StageModel(loss_fn, parts, layers, split, (of_layers, others))
     stream_shape, sums_shape = model.shapes(jax.tree.map(lambda w: w[None], shared))
     empty = zeros(stream_shape)
     no_sums = zeros(sums_shape)

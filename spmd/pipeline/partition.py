@@ -21,18 +21,17 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
-from spmd.jaxpr.dependence import needed_inputs
+from spmd.jaxpr.dependence import changed_inputs, needed_inputs
 from spmd.layers.lm_head import lazy_logits
-from spmd.model_interface.model import LayeredModel, Model, as_outputs
+from spmd.model_interface.model import LayeredModel, as_outputs
 from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.shared_params import gather_over_stages
+from spmd.pipeline.variables import TITLE, MicrobatchVariables, variables_by_microbatch
 from spmd.plan.context import current
 from spmd.plan.partition_safe import partition_safe
 from spmd.sharding.layer_paths import is_staged, own_stacks
-
-TITLE = "This model cannot be pipelined:"
 
 
 def read_slot(slots: Any, slot: Any) -> Any:
@@ -108,27 +107,28 @@ class StageModel:
         microbatches: The microbatches, and a key for each.
         some_layers: Any chunk of layers, `[layer, …]`: a placeholder where layers are not used.
         split: The layers of each stage.
-        frozen: The variables of the layers, `[chunk, layer, …]`, and all others; the forward pass
-            changes none.
+        variables: Those of the layers, `[chunk, layer, …]`, and all others.
     """
 
     loss_fn: LossFn
     microbatches: Any
     some_layers: Any
     split: LayerSplit
-    frozen: tuple[Any, Any]
+    variables: tuple[MicrobatchVariables, MicrobatchVariables]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
         """Return the abstract stream and sums for parameters `[version, …]`.
 
         Raises:
-            ConfigError: Layers are used outside of stages, or the stream has no gradient.
+            ConfigError: Layers are used outside of stages, or change variables of all stages; or
+                the stream has no gradient.
         """
         own = jax.tree.map(lambda w: w[0], shared)
         first = jnp.int32(0)
+        of_layers, others = self.variables
 
-        def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
-            around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
+        def outside(layers: Any, variables: MicrobatchVariables) -> tuple[Stream, Sums]:
+            around = dataclasses.replace(self, some_layers=layers, variables=(variables, others))
             stream = around.embed(own, first)
             # The stream after the layers is replaced by zeros: only uses of layers outside of
             # apply_layers remain.
@@ -136,30 +136,47 @@ class StageModel:
             _, sums = around.head(own, left, first)
             return stream, sums
 
-        of_layers = self.some_layers, self.frozen[0]
-        jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(*of_layers)
-        paths = [*tree.flatten(of_layers[0]), *tree.flatten(of_layers[1])]
+        trace = jax.make_jaxpr(outside, return_shape=True)
+        jaxpr, (stream, sums) = trace(self.some_layers, of_layers)
+        paths = list[str]()
+        for arrays in (self.some_layers, of_layers.fixed, of_layers.changing):
+            paths += tree.flatten(arrays)
         used = itertools.compress(paths, needed_inputs(jaxpr))
-        problems = [*_use_problems(used), *_stream_problems(stream)]
+        problems = [
+            *_use_problems(used),
+            *_stream_problems(stream),
+            *_change_problems(self._changed_by_layers(own, first)),
+        ]
         if problems:
             raise ConfigError(TITLE, problems)
         return stream, sums
 
+    def _changed_by_layers(self, shared: Any, i: jax.Array) -> list[str]:
+        """Return the paths of variables of all stages that the layers change."""
+        _, others = self.variables
+        if not others.changing:
+            return []
+        _, layered = in_parts(self.loss_fn)
+        train = self._train
+        params, all_variables = self._some_arrays(shared, i)
+
+        def after_layers(own: Any) -> Any:
+            variables = tree.merge(all_variables, own)
+            (x, context), _ = self._embed_inputs(params, variables, *self._read(i))
+            _, after = layered.apply_layers(params, variables, x, context, train=train)
+            return tree.select(after, tree.flatten(own).__contains__)
+
+        own = others.at(i)
+        changed = changed_inputs(jax.make_jaxpr(after_layers)(own))
+        return list(itertools.compress(tree.flatten(own), changed))
+
     def embed(self, shared: Any, i: jax.Array) -> Stream:
         """Return the input of the first layer."""
-        loss, layered = in_parts(self.loss_fn)
-
-        def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-            inputs, keywords = loss.arguments(batch)
-            return layered.embed_inputs(
-                params, variables, key, *inputs, train=loss.train, **keywords
-            )
-
-        arrays = self._some_arrays(shared)
-        batch, key = read_microbatch(self.microbatches, i)
-        x, context = partition_safe(embed)(*arrays, batch, key)
-        apply = functools.partial(layered.apply_layers, train=loss.train)
-        _, values = jax.eval_shape(apply, *arrays, x, context)
+        _, layered = in_parts(self.loss_fn)
+        arrays = self._some_arrays(shared, i)
+        (x, context), _ = partition_safe(self._embed_inputs)(*arrays, *self._read(i))
+        apply = functools.partial(layered.apply_layers, train=self._train)
+        (_, values), _ = jax.eval_shape(apply, *arrays, x, context)
 
         def of_all_layers(v: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((self.split.layers, *v.shape[1:]), v.dtype)
@@ -174,8 +191,9 @@ class StageModel:
         split = self.split
         number = chunk * split.stages + jax.lax.axis_index(AXIS)
         first = jnp.asarray(split.firsts)[number]
-        frozen, _ = self.frozen
-        parts = split.in_parts((layers, select_chunk(frozen, chunk)))
+        of_layers, _ = self.variables
+        variables = select_chunk(of_layers, chunk).at(i)
+        parts = split.in_parts((layers, variables))
         stream = self._run_rows(parts[0], shared, stream, i, first)
         for row, rows in enumerate(parts[1:], split.least):
 
@@ -194,56 +212,70 @@ class StageModel:
         Args:
             first: The number of the first of these layers in the model.
         """
-        loss, layered = in_parts(self.loss_fn)
+        _, layered = in_parts(self.loss_fn)
+        train = self._train
 
         def apply(
             params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array
         ) -> tuple[jax.Array, Any]:
-            inputs, keywords = loss.arguments(batch)
-            _, context = layered.embed_inputs(
-                params, variables, key, *inputs, train=loss.train, **keywords
-            )
-            return layered.apply_layers(params, variables, x, context, train=loss.train)
+            (_, context), variables = self._embed_inputs(params, variables, batch, key)
+            result, _ = layered.apply_layers(params, variables, x, context, train=train)
+            return result
 
-        arrays = self._arrays(rows, shared)
-        batch, key = read_microbatch(self.microbatches, i)
-        x, values = partition_safe(apply)(*arrays, batch, key, stream.x)
+        arrays = self._arrays(rows, shared, i)
+        x, values = partition_safe(apply)(*arrays, *self._read(i), stream.x)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         return Stream(x, jax.tree.map(put, stream.values, values))
 
     def head(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
         """Return the loss and all sums."""
         loss, layered = in_parts(self.loss_fn)
+        _, others = self.variables
 
         def finish(params: Any, variables: Any, batch: Any, key: jax.Array, stream: Stream) -> Sums:
             values = [stream.values]
+            if layered.outputs_take_context or others.changing:
+                (_, context), variables = self._embed_inputs(params, variables, batch, key)
             if layered.outputs_take_context:
-                inputs, keywords = loss.arguments(batch)
-                _, context = layered.embed_inputs(
-                    params, variables, key, *inputs, train=loss.train, **keywords
-                )
                 values.append(context)
             with lazy_logits():
-                outputs = layered.compute_outputs(
+                outputs, _ = layered.compute_outputs(
                     params, variables, stream.x, *values, train=loss.train
                 )
                 return loss.sums(as_outputs(outputs), batch)
 
-        arrays = self._some_arrays(shared)
-        batch, key = read_microbatch(self.microbatches, i)
-        sums = partition_safe(finish)(*arrays, batch, key, stream)
+        arrays = self._some_arrays(shared, i)
+        sums = partition_safe(finish)(*arrays, *self._read(i), stream)
         return sums["loss"], sums
 
-    def _some_arrays(self, shared: Any) -> tuple[Any, Any]:
-        """Return the parameters and the variables of a model with any chunk of layers."""
-        frozen, _ = self.frozen
-        return self._arrays((self.some_layers, select_chunk(frozen, 0)), shared)
+    @property
+    def _train(self) -> bool:
+        loss, _ = in_parts(self.loss_fn)
+        return loss.train
 
-    def _arrays(self, layers: tuple[Any, Any], shared: Any) -> tuple[Any, Any]:
+    def _embed_inputs(
+        self, params: Any, variables: Any, batch: Any, key: jax.Array
+    ) -> tuple[tuple[jax.Array, Any], Any]:
+        """Return the input of the first layer, other inputs of all layers, and the variables."""
+        loss, layered = in_parts(self.loss_fn)
+        inputs, keywords = loss.arguments(batch)
+        return layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
+
+    def _read(self, i: jax.Array) -> tuple[Any, jax.Array]:
+        """Return a microbatch and its key."""
+        return read_microbatch(self.microbatches, i)
+
+    def _some_arrays(self, shared: Any, i: jax.Array) -> tuple[Any, Any]:
+        """Return the parameters and the variables of a model with any chunk of layers."""
+        of_layers, _ = self.variables
+        variables = select_chunk(of_layers, 0).at(i)
+        return self._arrays((self.some_layers, variables), shared, i)
+
+    def _arrays(self, layers: tuple[Any, Any], shared: Any, i: jax.Array) -> tuple[Any, Any]:
         """Return the parameters and the variables of a model with these layers."""
         own_params, own_variables = layers
-        _, others = self.frozen
-        return tree.merge(own_params, shared), tree.merge(own_variables, others)
+        _, others = self.variables
+        return tree.merge(own_params, shared), tree.merge(own_variables, others.at(i))
 
 
 def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
@@ -251,6 +283,13 @@ def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
     for path in used:
         what = "is used outside of apply_layers, where a stage has only some of the layers"
         yield Problem(path, what, fix="inside")
+
+
+def _change_problems(changed: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each variable that layers change, and that is not of the layers."""
+    for path in changed:
+        what = "is changed in apply_layers by the layers of every stage, and there is one of it"
+        yield Problem(path, what, fix="one for each layer, stacked as the layers are; or pipe=1")
 
 
 def _stream_problems(stream: Stream) -> Iterator[Problem]:
@@ -270,33 +309,45 @@ def partition(
     stages: int,
     chunks: int,
     microbatches: int,
-) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
+) -> tuple[LayerSplit, tuple[Any, Any, Any], Any]:
     """Split arrays into layers on their stages, all others, and microbatches with keys.
 
-    The first two are pairs: parameters, and variables that the forward pass does not change.
+    The first two are pairs: parameters, and `MicrobatchVariables`. The last result are the
+    variables after all microbatches.
 
     Raises:
         ConfigError: All reasons why the model cannot be split into these stages.
     """
     loss, _ = in_parts(loss_fn)
     layers, shared = _split_layers(params)
-    frozen_layers, frozen_others = _split_layers(variables)
     problems = [
         *_setting_problems(stages),
         *_stack_problems(layers, stages, chunks),
-        *_path_problems(shared, variables, loss.model),
+        *_nested_problems(shared),
     ]
     if problems:
         raise ConfigError(TITLE, problems)
+    given = params, variables, batch, key, microbatches
+    by_microbatch, after = variables_by_microbatch(loss, *given)
+    of_layers, of_others = _split_variables(by_microbatch)
     (count,) = _counts_of_layers(layers, stages)
     split = LayerSplit.of(count, stages, chunks)
-    of_stages = layers, frozen_layers
+    of_stages = layers, of_layers
     if not split.is_even:
-        of_stages = split.to_stages(layers), split.to_stages(frozen_layers)
+        of_stages = split.to_stages(layers), of_layers.map(split.to_stages)
     batches = _stack_microbatches(loss.prepare(batch), microbatches)
     keys = jax.random.split(key, microbatches)
-    others = gather_over_stages(shared), gather_over_stages(frozen_others)
-    return split, (of_stages, others, (batches, keys))
+    others = gather_over_stages(shared), of_others.map(gather_over_stages)
+    return split, (of_stages, others, (batches, keys)), after
+
+
+def _split_variables(
+    variables: MicrobatchVariables,
+) -> tuple[MicrobatchVariables, MicrobatchVariables]:
+    """Split variables into those of layers, and all others."""
+    fixed, other_fixed = _split_layers(variables.fixed)
+    changing, other_changing = _split_layers(variables.changing)
+    return MicrobatchVariables(fixed, changing), MicrobatchVariables(other_fixed, other_changing)
 
 
 def _split_layers(arrays: Any) -> tuple[Any, Any]:
@@ -368,18 +419,13 @@ def _counts_of_layers(layers: Any, stages: int) -> list[int]:
     return sorted(counts)
 
 
-def _path_problems(shared: Any, variables: Any, model: Model) -> Iterator[Problem]:
-    """Yield the problems of parameters outside of the layers, and of variables."""
+def _nested_problems(shared: Any) -> Iterator[Problem]:
+    """Yield a problem for each stack inside another, outside of the layers."""
     placements = current().placements
     for path in tree.flatten(shared):
         if path in placements and AXIS in placements[path].leading:
             what = "is a stack inside another, and stages divide the first dimension"
             yield Problem(path, what, fix="one stack")
-    constant = model.info().step_variables
-    for path in tree.flatten(variables):
-        if path not in placements and path not in constant:
-            what = "is a variable that the model changes by itself, and every stage would"
-            yield Problem(path, what, fix="pipe=1")
 
 
 def _stack_microbatches(batch: Any, microbatches: int) -> Any:

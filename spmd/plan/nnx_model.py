@@ -10,8 +10,8 @@ logits = model.apply(params, tokens)
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -143,6 +143,18 @@ def _check_make(make: Any) -> list[Problem]:
     return check_call("make", make, "rngs", _MAKE_FIX)
 
 
+class _After(NamedTuple):
+    """What a module holds after a call.
+
+    Attributes:
+        variables: Its variables; those that the call does not write are the same objects as before.
+        sown: Path → a value sown in the call, but for those for debugging.
+    """
+
+    variables: Any
+    sown: Mapping[str, nnx.Variable]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _NNXFunctions:
     """The functions of an NNX module, for a `Model`.
@@ -182,20 +194,17 @@ class _NNXFunctions:
         mode = self.training if train else self.evaluation
         keywords = {**mode, **keywords}
         outputs, after = self._call(params, variables, inputs, keywords, train)
-        sown = self._sown_in(after)
         if train:
-            self._check_losses_in(sown)
+            self._check_losses_in(after.sown)
 
         def sow_again() -> list[Any]:
             _, after = self._call(params, variables, inputs, keywords, train)
-            return [x.get_value() for x in self._sown_in(after).values()]
+            return [x.get_value() for x in after.sown.values()]
 
         found = []
-        for path, x in sown.items():
+        for path, x in after.sown.items():
             found.append(Sown(path, x.get_value(), isinstance(x, self.loss_types)))
-        values = tree.flatten(to_dict(after))
-        updated = tree.map_with_path(lambda path, _: _as_data(values[path]), variables)
-        return add_sown(outputs, found, lambda: stacked_by_scan(sow_again)), updated
+        return add_sown(outputs, found, lambda: stacked_by_scan(sow_again)), after.variables
 
     def info(self) -> ModelInfo:
         return self._info
@@ -238,7 +247,7 @@ class _NNXFunctions:
         return LayeredModel(
             InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
             InComputeDtype(self._part("apply_layers"), self.info, returns_outputs=False),
-            InComputeDtype(self._part("compute_outputs"), self.info),
+            InComputeDtype(self._part("compute_outputs"), self.info, has_variables=True),
             getattr(module, "outputs_take_context", False),
         )
 
@@ -309,27 +318,46 @@ class _NNXFunctions:
 
     def _call(
         self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool
-    ) -> tuple[Any, nnx.State]:
-        """Return the outputs of a call, and the state after it, without parameters."""
+    ) -> tuple[Any, "_After"]:
+        """Return the outputs of a call, and what the module holds after it."""
         module = self._restore(params, variables, train)
         keywords = dict(keywords)
         method = keywords.pop("method", "__call__")
         run = checked_method(module, method, inputs, keywords)
+        return self._run(module, variables, functools.partial(run, module, *inputs, **keywords))
+
+    def _part(self, method: str) -> Callable[..., tuple[Any, Any]]:
+        """Return a method of the module as a function of parameters, variables and inputs."""
+
+        def run(
+            params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any
+        ) -> tuple[Any, Any]:
+            module = self._restore(params, variables, train)
+            call = functools.partial(getattr(module, method), *inputs, **keywords)
+            result, after = self._run(module, variables, call)
+            _check_nothing_sown(method, after.sown)
+            return result, after.variables
+
+        return run
+
+    def _run(
+        self, module: nnx.Module, variables: Any, call: Callable[[], Any]
+    ) -> tuple[Any, "_After"]:
+        """Return the result of a call of the module, and what the module holds after it."""
+        before = tree.flatten(to_dict(nnx.state(module, nnx.Not(nnx.Param))))
         with no_shardings_inside(), warnings.catch_warnings():
             # Flax warns at each sown value that its type should be declared before the call.
             warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
-            outputs = run(module, *inputs, **keywords)
-        return outputs, nnx.state(module, nnx.Not(nnx.Param))
+            result = call()
+        state = nnx.state(module, nnx.Not(nnx.Param))
+        values = tree.flatten(to_dict(state))
 
-    def _part(self, method: str) -> Callable[..., Any]:
-        """Return a method of the module as a function of parameters, variables and inputs."""
+        def take(path: str, x: jax.Array) -> jax.Array:
+            if values[path] is before[path]:
+                return x  # unwritten: also a random key, which the module has in another type
+            return _as_data(values[path])
 
-        def run(params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
-            with no_shardings_inside():
-                module = self._restore(params, variables, train)
-                return getattr(module, method)(*inputs, **keywords)
-
-        return run
+        return result, _After(tree.map_with_path(take, variables), self._sown_in(state))
 
     def _sown_in(self, after: nnx.State) -> dict[str, nnx.Variable]:
         """Return path → variable of the values sown in a call, without those for debugging."""
@@ -348,6 +376,18 @@ class _NNXFunctions:
             if not any(isinstance(x, kind) for x in sown.values()):
                 unsown.append(kind.__name__)
         check_all_sown(unsown)
+
+
+def _check_nothing_sown(method: str, sown: Iterable[str]) -> None:
+    """Raise a `ConfigError` if a part of the forward pass sows values: stages return none."""
+    what = f"is sown in {method}, and stages of a pipeline pass on returned values alone"
+    fix = (
+        "return it among the values of apply_layers, and take it into the outputs in "
+        "compute_outputs: spmd.model_interface.model.Outputs(logits, losses={…})"
+    )
+    problems = [Problem(path, what, fix=fix) for path in sorted(sown)]
+    if problems:
+        raise ConfigError("This model cannot be pipelined:", problems)
 
 
 def _set_training_mode(module: nnx.Module) -> None:

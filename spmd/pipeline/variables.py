@@ -1,0 +1,79 @@
+"""The variables of a model in a pipeline, before each of its microbatches.
+
+Variables that the forward pass changes by themselves, such as the random state of dropout, are
+computed for all microbatches before the first one enters. So each task reads those of its
+microbatch, in any order of tasks, and again in its backward task.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem
+from spmd.gradients.accumulate import first_microbatch
+from spmd.gradients.losses import ModelLoss
+from spmd.gradients.variable_changes import VariableChanges, read_changes
+from spmd.plan.context import current
+
+TITLE = "This model cannot be pipelined:"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MicrobatchVariables:
+    """Variables of some parts of a model.
+
+    Attributes:
+        fixed: Those that are the same for all microbatches.
+        changing: Others, `[…, microbatch]`.
+    """
+
+    fixed: Any
+    changing: Any
+
+    def at(self, i: jax.Array | int) -> Any:
+        """Return the variables before a microbatch."""
+
+        def read(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(x, i, axis=-1, keepdims=False)
+
+        return tree.merge(self.fixed, jax.tree.map(read, self.changing))
+
+    def map(self, function: Callable[[Any], Any]) -> "MicrobatchVariables":
+        """Apply a function to both nested dictionaries."""
+        return MicrobatchVariables(function(self.fixed), function(self.changing))
+
+
+def variables_by_microbatch(
+    loss_fn: ModelLoss, params: Any, variables: Any, batch: Any, key: jax.Array, microbatches: int
+) -> tuple[MicrobatchVariables, Any]:
+    """Return the variables before each microbatch, and those after the last one.
+
+    Raises:
+        ConfigError: Examples change some of the variables, such as batch statistics.
+    """
+    known = {*current().placements, *loss_fn.model.info().step_variables}
+    if known.issuperset(tree.flatten(variables)):  # frozen parameters, and what a step changes
+        return MicrobatchVariables(variables, {}), variables
+    first = first_microbatch(batch, microbatches)
+    changes = read_changes(loss_fn, params, variables, first, key)
+    problems = list(_problems(changes))
+    if problems:
+        raise ConfigError(TITLE, problems)
+    before, after = changes.before_each(variables, microbatches)
+    fixed = tree.select(variables, lambda path: path not in changes.by_itself)
+    return MicrobatchVariables(fixed, before), tree.merge(fixed, after)
+
+
+def _problems(changes: VariableChanges) -> Iterator[Problem]:
+    """Yield a problem for each variable that examples change."""
+    for path in changes.by_examples:
+        yield Problem(
+            path,
+            "is a variable that the examples of each microbatch change, such as a batch statistic",
+            "stages run several microbatches at the same time",
+            "pipe=1",
+        )
