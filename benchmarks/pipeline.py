@@ -133,12 +133,12 @@ class Step:
             params: Any, variables: Any, x: jax.Array, context: None, *, train: bool
         ) -> Any:
             layer = lambda x, kernel: (work.layer(x, kernel), jnp.zeros(()))  # noqa: E731
-            return jax.lax.scan(layer, x, params["layers"]["kernel"])
+            return jax.lax.scan(layer, x, params["layers"]["kernel"]), variables
 
         layered = LayeredModel(
-            lambda params, variables, key, x, train: (x, None),
+            lambda params, variables, key, x, train: ((x, None), variables),
             apply_layers,
-            lambda params, variables, x, values, train: x @ params["head"]["scale"],
+            lambda params, variables, x, values, train: (x @ params["head"]["scale"], variables),
         )
 
         def sums(outputs: Outputs, batch: Any) -> Sums:

@@ -38,6 +38,7 @@ from spmd.models.decoder.layer_stack import (
 )
 from spmd.models.decoder.linear import Head, make_bias
 from spmd.models.decoder.multi_token import NORMS, AheadLayer, ahead_params, valid_ahead
+from spmd.models.decoder.noise import LayerNoise
 from spmd.models.decoder.norms import make_norm, norm_params
 from spmd.models.decoder.pattern import Pattern, runs
 from spmd.models.decoder.rotary import RopeScaling, Rotary
@@ -494,8 +495,10 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tied else Head(width, config.vocab, rngs=rngs)
         if config.logits_bias:
             self.logits_bias = make_bias(config.vocab)
-        is_random = config.router is not None and config.router.is_random
-        self.noise = nnx.Rngs(rngs.params()) if is_random else None
+        noise = None
+        if config.router is not None and config.router.is_random:
+            noise = _make_noise(config, rngs)
+        self.noise = noise
 
     @property
     def position_aware(self) -> bool:
@@ -590,8 +593,7 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "batch seq d"], context: LayerInputs
     ) -> tuple[Array, Reports]:
         """Return the residual stream after the repeated layers, and reports of routers."""
-        pattern = self.config.pattern
-        each = self._noise_keys(pattern.group, pattern.repeats)
+        each = self._noise_keys("layers", self.config.pattern.group)
         x, reports = scan_layers_with_outputs(
             self.layers, x, each, context, unroll=self.config.unroll
         )
@@ -608,8 +610,8 @@ class Decoder(nnx.Module):
         `context`, the inputs of layers, is for last layers and multi-token prediction.
         """
         reports = [_in_order(values)]
-        for name, (spec, count) in self.config.last_stacks.items():
-            each = self._noise_keys((spec,), count)
+        for name, (spec, _) in self.config.last_stacks.items():
+            each = self._noise_keys(name, (spec,))
             stack = getattr(self, name)
             x, its_reports = scan_layers_with_outputs(
                 stack, x, each, context, unroll=self.config.unroll
@@ -652,7 +654,7 @@ class Decoder(nnx.Module):
         masks = None
         if config.ahead_layer.has_experts:
             masks = jnp.stack([jnp.broadcast_to(mask, tokens.shape) for mask in valid])
-        (keys,) = self._noise_keys((config.ahead_layer,), config.predict_ahead)
+        (keys,) = self._noise_keys("ahead", (config.ahead_layer,))
         each = ((keys, jnp.stack(embedded), masks),)
         _, ((hidden, reports),) = scan_layers_with_outputs(
             self.ahead, x, each, context, unroll=config.unroll
@@ -673,7 +675,7 @@ class Decoder(nnx.Module):
             return self.lm_head(x, soft_cap, bias)
         return self.embed.attend(x, soft_cap, bias)
 
-    def _noise_keys(self, specs: tuple[LayerSpec, ...], repeats: int) -> tuple[Any, ...]:
+    def _noise_keys(self, stack: str, specs: tuple[LayerSpec, ...]) -> tuple[Any, ...]:
         """Return the keys of routers' noise, for each layer of a repeated group; None for none."""
         if self.noise is None or self.deterministic:
             return (None,) * len(specs)
@@ -681,7 +683,7 @@ class Decoder(nnx.Module):
         for spec in specs:
             its_keys = None
             if spec.has_experts:
-                its_keys = jax.random.split(self.noise(), repeats)
+                its_keys = self.noise[stack].draw()
             keys.append(its_keys)
         return tuple(keys)
 
@@ -759,6 +761,17 @@ def _add_stacks(
         make = functools.partial(_make_layer, config, spec)
         stack = make_layers(make, count, rngs.params(), stacked=config.stacked)
         setattr(model, name, stack)
+
+
+def _make_noise(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """Return the random state of routers, for each stack by its name."""
+    counts = {"layers": config.pattern.repeats}
+    for name, (_, count) in config.last_stacks.items():
+        counts[name] = count
+    if config.predict_ahead:
+        counts["ahead"] = config.predict_ahead
+    noise = {name: LayerNoise(count, rngs.params()) for name, count in counts.items()}
+    return nnx.Dict(noise)
 
 
 def _move_biases(stack: nnx.Module, loads: Sequence[Array | None], rate: float) -> None:

@@ -13,6 +13,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
+from spmd.gradients.variable_changes import read_changes
 from spmd.jaxpr.dependence import needed_inputs
 from spmd.model_interface.grad_transform import Carry, observers
 from spmd.model_interface.model import abstract_key
@@ -23,6 +24,7 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import comm_scope, in_scope
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, dims_spec, extra_axes, spec_dims
+from spmd.sharding.layer_paths import is_staged, own_stacks
 from spmd.sharding.mesh import AnyMesh, spec_axes
 
 DEFERRABLE_AXES = ("data", "fsdp")
@@ -95,7 +97,8 @@ def defer_grad_reduction(
         if not over:
             return grad_fn(params, carry, batch, key)
         inner = carry.without(own)
-        problems = list(_problems(grad_fn, inner.variables, over, additive))
+        changed = _changed_variables(grad_fn, params, inner.variables, batch, key)
+        problems = list(_problems(grad_fn, changed, over, additive))
         if problems:
             raise ConfigError(_TITLE, problems)
         region = _Region(mesh, current().placements, over, _stage_axes(mesh))
@@ -123,15 +126,30 @@ def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return split_axes(mesh)[:1]
 
 
+def _changed_variables(
+    grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array
+) -> list[str]:
+    """Return the paths of variables that the forward pass changes, or may change."""
+    placements = current().placements
+    own = [path for path in tree.flatten(variables) if path not in placements]
+    if not own or not isinstance(grad_fn, LossGradFn):
+        return own
+    changes = read_changes(grad_fn.loss.loss_fn, params, variables, batch, key)
+    return sorted([*changes.by_itself, *changes.by_examples])
+
+
 def _problems(
-    grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool
+    grad_fn: GradFn, changed: Sequence[str], over: tuple[str, ...], additive: bool
 ) -> Iterator[Problem]:
-    """Yield the reasons against an exchange once a step."""
+    """Yield the reasons against an exchange once a step.
+
+    Args:
+        changed: Paths of the variables that the forward pass changes.
+    """
     context = current()
     placements = context.placements
-    for path in tree.flatten(variables):
-        if path not in placements:
-            yield Problem(path, "is a variable that the model changes by itself", fix=_FIX)
+    for path in changed:
+        yield Problem(path, "is a variable that the model changes by itself", fix=_FIX)
     seeing = observers(context.transforms)
     if seeing:
         yield Problem(seeing, "must see every microbatch, also of other devices", fix=_FIX)
@@ -277,12 +295,23 @@ class _Region:
 
     def _dims(self, path: str, x: Any, axes: tuple[str, ...]) -> Dims:
         """Return the axes of each dimension, without the axes of the gradient's sum."""
-        stored = P()
         if path in self.placements:
             stored = self.placements[path].of_stack().param_spec
+        else:
+            stored = _variable_spec(path)
         summed = self.summed_axes(path)
         kept = tuple(axis for axis in axes if axis not in summed)
         return spec_dims(stored, x.ndim, kept)
+
+
+def _variable_spec(path: str) -> P:
+    """Return the spec of a variable; stages have their own layers of one with a layer dimension."""
+    context = current()
+    stored = context.variables.get(path, P())
+    stacks = own_stacks(path, context.stacks)
+    if is_staged(stacks) and stacks[0].is_even:
+        return P(stacks[0].axis, *stored[1:])
+    return stored
 
 
 def _local_sums(

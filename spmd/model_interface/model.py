@@ -249,6 +249,10 @@ def as_outputs(returned: Any) -> Outputs:
     return Outputs(returned)
 
 
+NO_PIPELINE = "This model cannot be pipelined:"
+"""Title of errors about a model in parts."""
+
+
 @runtime_checkable
 class LayeredModule(Protocol):
     """An NNX module with the three methods of a `LayeredModel`, each without its arrays."""

@@ -25,13 +25,13 @@ from spmd.errors import ConfigError, Problem, describe_value
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, GradTransform, StateArray
-from spmd.model_interface.model import PRNG, abstract_key
+from spmd.model_interface.model import NO_PIPELINE, PRNG, abstract_key
 from spmd.pipeline.executor import Carry as TickCarry
 from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
-from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
+from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
@@ -55,7 +55,7 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
         if InFlight.name not in states:
             fix = "plan.with_transforms(InFlight.of(loss_fn, table, batch))"
             problem = Problem(InFlight.name, "is no transform of the plan", fix=fix)
-            raise ConfigError(TITLE, [problem])
+            raise ConfigError(NO_PIPELINE, [problem])
         flight = states[InFlight.name]
         data = {"batch": batch, "key": jax.random.key_data(key)}
 
@@ -106,12 +106,12 @@ def _partition(
         what = "changes while microbatches are in flight"
         problems.append(Problem(path, what, fix="a schedule with a flush, such as 1f1b"))
     if problems:
-        raise ConfigError(TITLE, problems)
+        raise ConfigError(NO_PIPELINE, problems)
     if not split.is_even:
         what = "do not divide into stages, and weights of the batch before are stored by stages"
         detail = f"{split.layers} / (pipe={split.stages})"
         fix = f"a multiple of {split.stages}, or a schedule with a flush, such as 1f1b"
-        raise ConfigError(TITLE, [Problem("layers", what, detail, fix)])
+        raise ConfigError(NO_PIPELINE, [Problem("layers", what, detail, fix)])
     return split, arrays
 
 

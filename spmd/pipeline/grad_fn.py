@@ -20,11 +20,12 @@ from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, enter_all
+from spmd.model_interface.model import NO_PIPELINE
 from spmd.pipeline.branches import cond
 from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
-from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
+from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
@@ -87,7 +88,7 @@ def _check_loss(
     is_part = has_part_of_batch()
     loss.check_mean(*given)
     if is_part or not per_microbatch or loss.has_values(*given):
-        loss.check_additive(TITLE, *given, fix=_PER_MICROBATCH, statistics=is_part)
+        loss.check_additive(NO_PIPELINE, *given, fix=_PER_MICROBATCH, statistics=is_part)
 
 
 def _replaced(arrays: Any, others: Any) -> Any:

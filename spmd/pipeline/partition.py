@@ -23,12 +23,12 @@ from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.jaxpr.dependence import changed_inputs, needed_inputs
 from spmd.layers.lm_head import lazy_logits
-from spmd.model_interface.model import LayeredModel, as_outputs
+from spmd.model_interface.model import NO_PIPELINE, LayeredModel, as_outputs
 from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.shared_params import gather_over_stages
-from spmd.pipeline.variables import TITLE, MicrobatchVariables, variables_by_microbatch
+from spmd.pipeline.variables import MicrobatchVariables, variables_by_microbatch
 from spmd.plan.context import current
 from spmd.plan.partition_safe import partition_safe
 from spmd.sharding.layer_paths import is_staged, own_stacks
@@ -87,7 +87,7 @@ def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
             fix="spmd.gradients.losses.ModelLoss(model, inputs, sums), or "
             "spmd.next_token_loss(model)",
         )
-        raise ConfigError(TITLE, [problem])
+        raise ConfigError(NO_PIPELINE, [problem])
     layered = loss_fn.model.layered()
     if layered is None:
         problem = Problem(
@@ -95,7 +95,7 @@ def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
             "are nowhere: the model is in one part",
             fix="give the module the methods embed_inputs, apply_layers and compute_outputs",
         )
-        raise ConfigError(TITLE, [problem])
+        raise ConfigError(NO_PIPELINE, [problem])
     return loss_fn, layered
 
 
@@ -148,7 +148,7 @@ class StageModel:
             *_change_problems(self._changed_by_layers(own, first)),
         ]
         if problems:
-            raise ConfigError(TITLE, problems)
+            raise ConfigError(NO_PIPELINE, problems)
         return stream, sums
 
     def _changed_by_layers(self, shared: Any, i: jax.Array) -> list[str]:
@@ -326,7 +326,7 @@ def partition(
         *_nested_problems(shared),
     ]
     if problems:
-        raise ConfigError(TITLE, problems)
+        raise ConfigError(NO_PIPELINE, problems)
     given = params, variables, batch, key, microbatches
     by_microbatch, after = variables_by_microbatch(loss, *given)
     of_layers, of_others = _split_variables(by_microbatch)

@@ -20,7 +20,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.dependence import dependent_outputs
-from spmd.pipeline.partition import TITLE, StageModel, Stream
+from spmd.model_interface.model import NO_PIPELINE
+from spmd.pipeline.partition import StageModel, Stream
 
 Derivative = Callable[[Stream], tuple[Any, Any, Stream]]
 """Gradient of a stage's output → those of its layers, of other parameters and of its input."""
@@ -147,4 +148,4 @@ def _check_memory(kept: Iterable[Any]) -> None:
             f"{offloaded} arrays of a stage in host memory",
             'tabulate(schedule, recompute=True), pipeline.keep="inputs" of a config; or no offload',
         )
-        raise ConfigError(TITLE, [problem])
+        raise ConfigError(NO_PIPELINE, [problem])

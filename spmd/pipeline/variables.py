@@ -16,9 +16,8 @@ from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import first_microbatch
 from spmd.gradients.losses import ModelLoss
 from spmd.gradients.variable_changes import VariableChanges, read_changes
+from spmd.model_interface.model import NO_PIPELINE
 from spmd.plan.context import current
-
-TITLE = "This model cannot be pipelined:"
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +61,7 @@ def variables_by_microbatch(
     changes = read_changes(loss_fn, params, variables, first, key)
     problems = list(_problems(changes))
     if problems:
-        raise ConfigError(TITLE, problems)
+        raise ConfigError(NO_PIPELINE, problems)
     before, after = changes.before_each(variables, microbatches)
     fixed = tree.select(variables, lambda path: path not in changes.by_itself)
     return MicrobatchVariables(fixed, before), tree.merge(fixed, after)

@@ -27,6 +27,7 @@ from spmd.errors import (
 )
 from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.model import (
+    NO_PIPELINE,
     VALID,
     LayeredModel,
     LayeredModule,
@@ -387,7 +388,7 @@ def _check_nothing_sown(method: str, sown: Iterable[str]) -> None:
     )
     problems = [Problem(path, what, fix=fix) for path in sorted(sown)]
     if problems:
-        raise ConfigError("This model cannot be pipelined:", problems)
+        raise ConfigError(NO_PIPELINE, problems)
 
 
 def _set_training_mode(module: nnx.Module) -> None:

@@ -195,12 +195,12 @@ class Toy:
             params: Any, variables: Any, x: jax.Array, context: None, *, train: bool
         ) -> Any:
             layer = lambda x, kernel: (self.layer(x, kernel), jnp.zeros(()))  # noqa: E731
-            return jax.lax.scan(layer, x, params["layers"]["kernel"])
+            return jax.lax.scan(layer, x, params["layers"]["kernel"]), variables
 
         return LayeredModel(
-            lambda params, variables, key, x, train: (x * params["scale"][None], None),
+            lambda params, variables, key, x, train: ((x * params["scale"][None], None), variables),
             apply_layers,
-            lambda params, variables, x, values, train: x,
+            lambda params, variables, x, values, train: (x, variables),
         )
 
     def sums(self, outputs: Outputs, batch: Any) -> Any:

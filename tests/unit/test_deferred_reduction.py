@@ -128,6 +128,11 @@ def test_experts_are_exchanged_once_too():
     assert made.exchange == DeferredReduction(("data",))
     assert "of each microbatch, not of the batch: balance_loss, z_loss" in microbatch_line(made)
     assert microbatch_line(setup()) == ""
+    router = dataclasses.replace(MIXTRALS["test"].router, bias_rate=1e-3)
+    biased = dataclasses.replace(MIXTRALS["test"], router=router)
+    assert setup(model=biased, rules=MIXTRAL).exchange == DeferredReduction(("data",)), (
+        "biases change after a step"
+    )
 
 
 @pytest.mark.parametrize("of_all_devices", [False, True])
@@ -212,6 +217,23 @@ def test_batch_statistics_are_refused():
         ConfigError, match="norm/mean: is a variable that the model changes by itself"
     ):
         trace(model, squares(model), rules=rules)
+
+
+class Scaled(nnx.Module):
+    """A layer with a table beside its variables."""
+
+    def __init__(self, rngs):
+        self.table = jnp.arange(4, dtype=jnp.float32)
+        self.out = nnx.Linear(4, 1, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x * self.table[None])
+
+
+def test_tables_are_no_matter():
+    """They are variables that no forward pass changes."""
+    model = spmd.from_nnx(lambda rngs: Scaled(rngs))
+    trace(model, squares(model))
 
 
 class Dropped(nn.Module):

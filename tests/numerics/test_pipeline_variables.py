@@ -1,0 +1,216 @@
+"""Variables of models in a pipeline: random state and tables give one device's numbers; others are refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import ConfigError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.losses import next_token_loss
+from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.pipedream.grad_fn import InFlight
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
+from spmd.plan.nnx_model import from_nnx
+from spmd.plan.plan import make_plan
+from spmd.run.check import Check
+from spmd.sharding.rules import Rules, replicate
+from spmd.training.state import init_state
+from spmd.training.step import make_eval_step, make_train_step
+from tests import tiny
+from tests.tiers import soak_but
+
+MICROBATCHES = 4
+WIDTH = 8
+RULES = Rules(
+    params=[
+        ("embed/embedding", P(None, "fsdp")),
+        ("linear/kernel", P("fsdp", "tensor")),
+        ("bias|scale|mean|var", replicate("small")),
+    ],
+    stacked={"layers": "pipe"},
+)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, norm=False):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs) if norm else None
+
+    def __call__(self, x):
+        if self.norm is not None:
+            x = self.norm(x)
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+class Net(nnx.Module):
+    """Dropout of the embedding, of each layer, and, with the embedding's random state, before the head; and a table."""
+
+    def __init__(self, rngs, layers=4, norm=False):
+        make = nnx.vmap(lambda rngs: Layer(rngs, norm), in_axes=0, out_axes=0)
+        self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.table = jnp.arange(WIDTH, dtype=jnp.float32) / WIDTH
+        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
+
+    def embed_inputs(self, tokens):
+        return self.dropout(self.embed(tokens)) + self.table[None, None], None
+
+    def apply_layers(self, x, context):
+        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return scan(lambda layer, x: layer(x))(self.layers, x), None
+
+    def compute_outputs(self, x, values):
+        return self.embed.attend(self.dropout(x))
+
+    def __call__(self, tokens):
+        x, context = self.embed_inputs(tokens)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+
+class DropsBetweenLayers(Net):
+    """Layers share one random state, which each stage would have for itself."""
+
+    def apply_layers(self, x, context):
+        x, values = super().apply_layers(x, context)
+        return self.dropout(x), values
+
+
+class Sows(Net):
+    def apply_layers(self, x, context):
+        x, values = super().apply_layers(x, context)
+        self.sow(spmd_loss, "size", jnp.square(x).mean())
+        return x, values
+
+
+class spmd_loss(nnx.Variable):
+    """A type of sown values."""
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 64, (16, 9), np.int32)
+    weights = np.ones((16, 8), np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def make_model(layers=4, **fields):
+    return from_nnx(lambda rngs: Net(rngs, layers, **fields))
+
+
+def train(model, schedule="1f1b", chunks=1, steps=2, **mesh):
+    """Losses of steps, their last state, and the evaluation's loss."""
+    plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
+    loss_fn = next_token_loss(model)
+    grad_fn = accumulate(value_and_grad(loss_fn), MICROBATCHES)
+    if "pipe" in mesh:
+        table = tabulate(make_schedule(schedule, mesh["pipe"], MICROBATCHES, chunks))
+        grad_fn = pipeline(loss_fn, table)
+    step = make_train_step(plan, grad_fn=grad_fn)
+    state = init_state(plan)
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"]))
+    evaluate = make_eval_step(plan, next_token_loss(model, train=False))
+    after = evaluate(state.params, state.variables, batch())
+    return losses, jax.device_get(state), float(after["loss"])
+
+
+@functools.cache
+def one_device(layers):
+    return train(make_model(layers))
+
+
+LAYOUTS = {
+    "1f1b": (4, "1f1b", 1, {"pipe": 2, "fsdp": 2}),
+    "gpipe": (4, "gpipe", 1, {"pipe": 2, "data": 2}),
+    "interleaved": (4, "interleaved", 2, {"pipe": 2, "tensor": 2}),
+    "four-stages": (4, "1f1b", 1, {"pipe": 4, "fsdp": 2}),
+    "uneven": (5, "1f1b", 1, {"pipe": 2, "fsdp": 2}),
+}
+"""Name → layers, schedule, chunks of a stage, and mesh."""
+
+
+@pytest.mark.parametrize("layout", soak_but(LAYOUTS, "1f1b"))
+def test_dropout_is_that_of_one_device(layout):
+    """In the embedding, the layers and the head; and the random state after a step."""
+    layers, schedule, chunks, mesh = LAYOUTS[layout]
+    losses, state, evaluated = train(make_model(layers), schedule, chunks, **mesh)
+    expected, one, evaluated_one = one_device(layers)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(evaluated, evaluated_one, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, state.variables, one.variables)
+    assert state.variables["layers"]["dropout"]["rngs"]["count"].tolist() == [8] * layers
+    assert int(state.variables["dropout"]["rngs"]["count"]) == 16, "twice in a microbatch"
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(one.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_control_of_dropout(monkeypatch):
+    """Microbatches with the random state of the first have other numbers."""
+    from spmd.pipeline.variables import MicrobatchVariables
+
+    at = MicrobatchVariables.at
+    monkeypatch.setattr(MicrobatchVariables, "at", lambda self, i: at(self, 0))
+    losses, _, _ = train(make_model(), pipe=2, fsdp=2, steps=1)
+    expected, _, _ = one_device(4)
+    assert abs(losses[0] / expected[0] - 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (functools.partial(Net, norm=True), "layers/norm/mean: is a variable that the examples"),
+        (DropsBetweenLayers, "dropout/rngs/count: is changed in apply_layers by the layers"),
+        (Sows, "size: is sown in apply_layers, and stages"),
+    ],
+)
+def test_what_stages_cannot_change(make, said):
+    """Batch statistics, one random state of all layers, and sown values are refused before anything compiles."""
+    model = from_nnx(make)
+    plan = make_plan(tiny.mesh(pipe=2), RULES, model, optax.adam(1e-2))
+    table = tabulate(make_schedule("1f1b", 2, MICROBATCHES))
+    step = make_train_step(plan, grad_fn=pipeline(next_token_loss(model), table))
+    with pytest.raises(ConfigError, match=said):
+        step.trace(batch())
+
+
+def test_pipedream_refuses_dropout():
+    """Its microbatches in flight are of two steps."""
+    model = make_model()
+    table = tabulate(make_schedule("pipedream", 2, MICROBATCHES))
+    plan = make_plan(tiny.mesh(pipe=2), RULES, model, optax.adam(1e-2))
+    in_flight = InFlight.of(next_token_loss(model), table, batch())
+    with pytest.raises(ConfigError, match="dropout/rngs/count: changes while microbatches are in"):
+        plan.with_transforms(in_flight)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("router", "mesh"),
+    [({"jitter": 0.1}, {"pipe": 2}), ({"bias_rate": 1e-2}, {"pipe": 2, "data": 2, "fsdp": 2})],
+    ids=["noise", "biases-exchanged-once"],
+)
+def test_variables_of_routers_are_those_of_one_device(router, mesh):
+    """Noise of each layer; biases, where gradients are exchanged once a step."""
+    base = MIXTRALS["test"]
+    router = dataclasses.replace(base.router, **router)
+    model = dataclasses.replace(base, layers=2, vocab=256, stacked=True, router=router)
+    data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=16, batch=16)
+    exchange = "data+fsdp" if "data" in mesh else "none"
+    config = spmd.TrainConfig(
+        model=model, rules=MIXTRAL, data=data, defer_grad_reduction=exchange, accumulate=1
+    )
+    assert Check(config, 2).compare(tiny.mesh(**mesh)).ok
