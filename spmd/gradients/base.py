@@ -19,6 +19,7 @@ from spmd.model_interface.grad_transform import Carry, enter_all, leave_all
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets, params_for_forward
 from spmd.plan.partition_safe import trace_call
+from spmd.sharding.mesh import AnyMesh
 
 GradFn = Callable[[Any, Carry, Any, jax.Array], tuple[Any, Sums, Carry]]
 """`(params, carry, batch, key) -> (gradients of sums["loss"], sums, updated carry)`.
@@ -30,6 +31,10 @@ The carry has the model's variables and the states of transforms
 _ONCE = "Gradients cannot be exchanged once a step:"
 
 
+def _accept(compiled: jax.stages.Compiled, mesh: AnyMesh) -> None:
+    """Accept any program."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossGradFn:
     """A `GradFn` made from a loss function, with the reader of the loss's structure.
@@ -38,11 +43,14 @@ class LossGradFn:
         grad_fn: The gradient function itself.
         loss: The reader of the loss's dependence on the examples of a batch.
         tick_table: The tasks of a pipeline (`spmd.pipeline.tick_table`); None without one.
+        check_compiled: Raises a `ConfigError` if a program that was compiled for a mesh must not
+            run.
     """
 
     grad_fn: GradFn
     loss: LossReader
     tick_table: Any = None
+    check_compiled: Callable[[jax.stages.Compiled, AnyMesh], None] = _accept
 
     def __call__(
         self, params: Any, carry: Carry, batch: Any, key: jax.Array
@@ -85,6 +93,9 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     """
     fix = "a function of (params, variables, batch, key), such as spmd.next_token_loss(model)"
     problems = check_call("loss_fn", loss_fn, "params, variables, batch, key", fix)
+    if isinstance(loss_fn, LossGradFn):
+        what = "is a gradient function, which is differentiated already"
+        problems.append(Problem("loss_fn", what, fix="make_train_step(plan, grad_fn=…)"))
     if problems:
         raise ConfigError("Invalid loss function:", problems)
 

@@ -26,6 +26,7 @@ from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
+from spmd.pipeline.permutes import check_permutes
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
@@ -71,7 +72,7 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
         return gradients, sums, dataclasses.replace(carry, variables=after)
 
-    return LossGradFn(grad_fn, loss, table)
+    return LossGradFn(grad_fn, loss, table, check_permutes)
 
 
 def _check_loss(

@@ -27,7 +27,7 @@ from spmd.model_interface.wrapped_param import is_wrapped
 from spmd.plan.context import current
 from spmd.plan.fsdp import gathered
 from spmd.plan.input_uses import unproven_uses
-from spmd.plan.manual import split_axes
+from spmd.plan.manual import is_partly_manual, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import comm_scope, fault_scope, param_scope
 from spmd.plan.xla_faults import Fault, fault_of, is_whole, left_to_xla, problem_of
@@ -171,6 +171,8 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     others = [axis for axis in split if axis not in TOKEN_AXES]
     if len(others) > 1:
         return False
+    if others and is_partly_manual():
+        return False  # XLA aborts for the gradient of a lookup, and permutes that of a product
     kept = spec_dims(placement.grad_spec, ndim, split)
     used = spec_dims(placement.compute_spec, ndim, split)
     scattered = [dim for dim, axes in enumerate(extra_axes(kept, used)) if axes]

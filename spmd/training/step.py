@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd.errors import ConfigError, Problem, check_type
-from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
+from spmd.gradients.base import GradFn, LossGradFn, check_first_batch, check_results, value_and_grad
 from spmd.gradients.losses import VALUES, LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, StepFn, step_within, wrap_all
 from spmd.model_interface.model import PRNG
@@ -158,13 +158,16 @@ class TrainStep:
         options = dict(self.compiler_options) or None
         try:
             with without_faulty_cache(self.plan.mesh.shape["pipe"]):
-                return lowered.compile(compiler_options=options)
+                compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition("\n")[0]
             problems = self._refused_options(said)
             if not problems:
                 raise
             raise ConfigError("XLA refuses a compile option:", problems) from error
+        if isinstance(self.grad_fn, LossGradFn):
+            self.grad_fn.check_compiled(compiled, self.plan.mesh)
+        return compiled
 
     def _refused_options(self, said: str) -> list[Problem]:
         """Return a problem for each compile option refused in a message of XLA."""

@@ -248,6 +248,27 @@ def test_a_model_of_ones_own():
     assert "ppermute" in str(trace(InParts).jaxpr)
 
 
+def test_permutes_in_a_stage_are_refused_on_simulated_devices():
+    """They would hang. A table with the other order of axes needs none."""
+
+    def compile_with(*axes):
+        rows = [
+            ("embed/embedding", P(None, axes)),
+            ("layers/kernel", replicate("small, but for its stages")),
+        ]
+        model = from_nnx(InParts)
+        rules = Rules(rows, stacked={"layers": "pipe"})
+        mesh = tiny.mesh(pipe=2, fsdp=2, tensor=2)
+        plan = make_plan(mesh, rules, model, optax.sgd(0.1))
+        table = tabulate(make_schedule("1f1b", 2, 4))
+        step = make_train_step(plan, grad_fn=pipeline(next_token_loss(model), table))
+        return step.compile(SHAPES)
+
+    with pytest.raises(SpmdError, match=r"f32\[64,2\]: is moved between devices inside"):
+        compile_with("fsdp", "tensor")
+    compile_with("tensor", "fsdp")
+
+
 def test_the_plan_says_how_many_microbatches(capsys):
     """The number that was chosen, and how the schedule is executed, follow the plan; nothing without a pipeline."""
     with pytest.raises(SystemExit):

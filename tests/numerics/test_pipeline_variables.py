@@ -138,12 +138,13 @@ LAYOUTS = {
     "gpipe": (4, "gpipe", 1, {"pipe": 2, "data": 2}),
     "interleaved": (4, "interleaved", 2, {"pipe": 2, "tensor": 2}),
     "four-stages": (4, "1f1b", 1, {"pipe": 4, "fsdp": 2}),
+    "three-axes": (4, "1f1b", 1, {"pipe": 2, "fsdp": 2, "tensor": 2}),
     "uneven": (5, "1f1b", 1, {"pipe": 2, "fsdp": 2}),
 }
 """Name → layers, schedule, chunks of a stage, and mesh."""
 
 
-@pytest.mark.parametrize("layout", soak_but(LAYOUTS, "1f1b"))
+@pytest.mark.parametrize("layout", soak_but(LAYOUTS, "three-axes"))
 def test_dropout_is_that_of_one_device(layout):
     """In the embedding, the layers and the head; and the random state after a step."""
     layers, schedule, chunks, mesh = LAYOUTS[layout]

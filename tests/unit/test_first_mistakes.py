@@ -190,6 +190,10 @@ CALLS = {
         "plan: is a function\n      fix: make_train_step(p",
     ),
     "a model for a loss": (lambda: spmd.make_train_step(plan(), MODEL), "loss_fn: is a Model\n"),
+    "gradients for a loss": (
+        lambda: spmd.make_train_step(plan(), spmd.accumulate(spmd.value_and_grad(loss_fn), 2)),
+        "loss_fn: is a gradient function, which is differentiated already\n      fix: make_train_st",
+    ),
     "a loss for gradients": (
         lambda: spmd.make_train_step(plan(), grad_fn=loss_fn).trace(BATCH),
         "fix: spmd.value_and_grad(loss_fn)",
