@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
@@ -13,7 +14,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
-from spmd.gradients.variable_changes import read_changes
+from spmd.gradients.variable_changes import model_variables, read_changes
 from spmd.jaxpr.dependence import needed_inputs
 from spmd.model_interface.grad_transform import Carry, observers
 from spmd.model_interface.model import abstract_key
@@ -97,8 +98,10 @@ def defer_grad_reduction(
         if not over:
             return grad_fn(params, carry, batch, key)
         inner = carry.without(own)
-        changed = _changed_variables(grad_fn, params, inner.variables, batch, key)
-        problems = list(_problems(grad_fn, changed, over, additive))
+        problems = [
+            *_variable_problems(grad_fn, params, inner.variables, batch, key),
+            *_problems(grad_fn, over, additive),
+        ]
         if problems:
             raise ConfigError(_TITLE, problems)
         region = _Region(mesh, current().placements, over, _stage_axes(mesh))
@@ -126,30 +129,31 @@ def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return split_axes(mesh)[:1]
 
 
-def _changed_variables(
+def _variable_problems(
     grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array
-) -> list[str]:
-    """Return the paths of variables that the forward pass changes, or may change."""
-    placements = current().placements
-    own = [path for path in tree.flatten(variables) if path not in placements]
-    if not own or not isinstance(grad_fn, LossGradFn):
-        return own
-    changes = read_changes(grad_fn.loss.loss_fn, params, variables, batch, key)
-    return sorted([*changes.by_itself, *changes.by_examples])
-
-
-def _problems(
-    grad_fn: GradFn, changed: Sequence[str], over: tuple[str, ...], additive: bool
 ) -> Iterator[Problem]:
-    """Yield the reasons against an exchange once a step.
+    """Yield a problem for each variable that the forward pass changes, or may change."""
+    may_change = model_variables(variables)
+    if not may_change:
+        return
+    if not isinstance(grad_fn, LossGradFn):
+        for path in may_change:
+            what = "is a variable, and grad_fn does not tell whether it changes"
+            yield Problem(path, what, fix=f"spmd.value_and_grad(loss_fn), or {_FIX}")
+        return
+    changes = read_changes(grad_fn.loss.loss_fn, params, variables, batch, key)
+    for path in changes.by_itself:
+        what = "is a variable that changes by itself, and every device would draw the same numbers"
+        yield Problem(path, what, fix=_FIX)
+    for path in changes.by_examples:
+        what = "is a variable that the examples change, and each device would have its own"
+        yield Problem(path, what, fix=_FIX)
 
-    Args:
-        changed: Paths of the variables that the forward pass changes.
-    """
+
+def _problems(grad_fn: GradFn, over: tuple[str, ...], additive: bool) -> Iterator[Problem]:
+    """Yield the reasons against an exchange once a step."""
     context = current()
     placements = context.placements
-    for path in changed:
-        yield Problem(path, "is a variable that the model changes by itself", fix=_FIX)
     seeing = observers(context.transforms)
     if seeing:
         yield Problem(seeing, "must see every microbatch, also of other devices", fix=_FIX)
@@ -246,7 +250,7 @@ class _Region:
         local = functools.partial(_local_sums, grad_fn=grad_fn, over=self.over)
         whole = self.gather(stored)
         region = shard_map_over(self.mesh, (*self.stages, *self.over), local, in_specs, out_specs)
-        return _call_without_key(region, (*whole, batch, key))
+        return _call_without_draws(region, (*whole, batch, key))
 
     def gather(self, stored: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gather trees of arrays over the axes of the exchange."""
@@ -298,20 +302,28 @@ class _Region:
         if path in self.placements:
             stored = self.placements[path].of_stack().param_spec
         else:
-            stored = _variable_spec(path)
+            stored = _variable_spec(path, x, self.mesh)
         summed = self.summed_axes(path)
         kept = tuple(axis for axis in axes if axis not in summed)
         return spec_dims(stored, x.ndim, kept)
 
 
-def _variable_spec(path: str) -> P:
-    """Return the spec of a variable; stages have their own layers of one with a layer dimension."""
+def _variable_spec(path: str, x: Any, mesh: AnyMesh) -> P:
+    """Return the spec of a variable; stages have their own layers of one with a layer dimension.
+
+    The state of a transform is whole.
+    """
     context = current()
-    stored = context.variables.get(path, P())
+    if path not in context.variables:
+        return P()
+    stored = context.variables[path]
     stacks = own_stacks(path, context.stacks)
-    if is_staged(stacks) and stacks[0].is_even:
-        return P(stacks[0].axis, *stored[1:])
-    return stored
+    if not is_staged(stacks) or not stacks[0].is_even or not x.ndim:
+        return stored
+    axis = stacks[0].axis
+    if x.shape[0] % mesh.shape[axis]:
+        return stored
+    return P(axis, *stored[1:])
 
 
 def _local_sums(
@@ -338,18 +350,36 @@ def _local_sums(
     return jax.tree.map(lambda g: g[None], gradients), sums
 
 
-def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function, traced once, without use of its last argument, the key.
+def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function of `(params, variables, states, batch, key)`, traced once, that draws nothing.
 
     Raises:
-        ConfigError: The key is used.
+        ConfigError: The key is used, or a variable that may be one.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    if needed_inputs(jaxpr)[-1]:
-        what = "is used, and every device would draw the same numbers for other examples"
-        raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
+    params, variables, *_ = arguments
+    needed = needed_inputs(jaxpr)
+    first = len(jax.tree.leaves(params))
+    is_needed = dict(zip(tree.flatten(variables), needed[first:], strict=False))
+    used = [path for path in _random_keys(variables) if is_needed[path]]
+    if needed[-1]:
+        used.append("key")
+    what = "is used, and every device would draw the same numbers for other examples"
+    problems = [Problem(path, what, fix=_FIX) for path in used]
+    if problems:
+        raise ConfigError(_TITLE, problems)
     results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _random_keys(variables: Any) -> list[str]:
+    """Return the paths of variables that hold random keys, by the dtype of their data."""
+    placements = current().placements
+    paths = []
+    for path, x in tree.flatten(variables).items():
+        if path not in placements and x.dtype == jnp.uint32:
+            paths.append(path)
+    return paths
 
 
 def reduce_local(path: str, g: jax.Array, local: LocalGradients, scope: str = "") -> jax.Array:

@@ -2,16 +2,15 @@
 
 | | such as | its next value depends on |
 |---|---|---|
-| unchanged | tables, masks | |
+| unchanged | tables, masks, biases of routers | |
 | changed by itself | random state of dropout | variables alone |
-| changed by the examples | batch statistics | the batch or the parameters, too |
+| changed by the examples | batch statistics | the batch, the parameters or the step's key, too |
 
 Values of the second kind are known before any microbatch runs.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.gradients.losses import LossFn, check_returned
-from spmd.jaxpr.dependence import changed_inputs, needed_inputs
+from spmd.jaxpr.dependence import dependent_outputs
+from spmd.jaxpr.forwarding import forwarded_inputs
+from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
 
 
@@ -31,34 +32,48 @@ class VariableChanges:
 
     Attributes:
         by_itself: Paths of the variables whose next value depends on variables alone.
-        by_examples: Paths of those whose next value depends on the batch or the parameters, too.
+        by_examples: Paths of those whose next value depends on anything else, too.
+        program: The loss as a function from the leaves of `(variables, arguments)` to those of the
+            next variables.
+        arguments: All other arguments of the loss.
     """
 
     by_itself: Sequence[str]
     by_examples: Sequence[str]
-    _program: ClosedJaxpr
-    _others: Sequence[Any]
+    program: ClosedJaxpr
+    arguments: Any
 
-    def before_each(self, variables: Any, microbatches: int) -> tuple[Any, Any]:
-        """Return the variables that change by themselves: before each microbatch, and after all.
+    def before_each(self, changing: Any, variables: Any, microbatches: int) -> tuple[Any, Any]:
+        """Return variables that change by themselves: before each microbatch, and after all.
 
         Args:
+            changing: The part of `variables` to return.
             variables: All variables, before the first microbatch.
 
         Returns:
-            Arrays `[…, microbatch]`, and arrays `[…]`.
+            Trees like `changing` with arrays `[…, microbatch]`, and with arrays `[…]`.
         """
         first = tree.flatten(variables)
-        own = {path: first[path] for path in self.by_itself}
+        own = tree.flatten(changing)
+        is_own = [path in own for path in first]
+        part, _ = dce_jaxpr(self.program.jaxpr, is_own, instantiate=True)
+        advanced = jaxpr_as_fun(ClosedJaxpr(part, self.program.consts))
 
-        def advance(now: dict[str, Any], _: None) -> tuple[dict[str, Any], dict[str, Any]]:
-            given = (first | now).values()
-            results = jaxpr_as_fun(self._program)(*given, *self._others)
-            return dict(zip(self.by_itself, results, strict=True)), now
+        def advance(now: Any, _: None) -> tuple[Any, Any]:
+            given = first | tree.flatten(now)
+            results = advanced(*given.values(), *jax.tree.leaves(self.arguments))
+            return jax.tree.unflatten(jax.tree.structure(now), results), now
 
-        after, before = jax.lax.scan(advance, own, length=microbatches)
-        last = {path: jnp.moveaxis(x, 0, -1) for path, x in before.items()}
-        return tree.nested(last), tree.nested(after)
+        after, before = jax.lax.scan(advance, changing, length=microbatches)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), before), after
+
+
+def model_variables(variables: Any, known: Collection[str] = ()) -> list[str]:
+    """Return the paths of the variables that are no frozen parameters, and not in `known`."""
+    placements = current().placements
+    return [
+        path for path in tree.flatten(variables) if path not in placements and path not in known
+    ]
 
 
 def read_changes(
@@ -66,24 +81,22 @@ def read_changes(
 ) -> VariableChanges:
     """Trace a loss, and return how it changes the variables."""
 
-    def after(variables: Any, others: Any) -> Any:
-        params, batch, key = others
+    def after(variables: Any, arguments: Any) -> Any:
+        params, batch, key = arguments
         returned = loss_fn(params_for_forward(params), variables, batch, key)
         _, found = check_returned(returned, variables)
         return found
 
-    others = params, batch, key
-    program = jax.make_jaxpr(after)(variables, others)
+    arguments = params, batch, key
+    program = jax.make_jaxpr(after)(variables, arguments)
     paths = list(tree.flatten(variables))
+    is_other = [False] * len(paths) + [True] * len(jax.tree.leaves(arguments))
     by_itself = list[str]()
     by_examples = list[str]()
-    for number in itertools.compress(range(len(paths)), changed_inputs(program)):
-        needed = needed_inputs(program, [other == number for other in range(len(paths))])
-        if any(needed[len(paths) :]):
-            by_examples.append(paths[number])
-        else:
-            by_itself.append(paths[number])
-    is_own = [path in by_itself for path in paths]
-    part, _ = dce_jaxpr(program.jaxpr, is_own, instantiate=True)
-    own_program = ClosedJaxpr(part, program.consts)
-    return VariableChanges(by_itself, by_examples, own_program, jax.tree.leaves(others))
+    flags = zip(forwarded_inputs(program), dependent_outputs(program, is_other), strict=True)
+    for number, (source, of_examples) in enumerate(flags):
+        if source == number:
+            continue
+        changed = by_examples if of_examples else by_itself
+        changed.append(paths[number])
+    return VariableChanges(by_itself, by_examples, program, arguments)

@@ -45,18 +45,6 @@ def needed_inputs(jaxpr: Any, outputs: Sequence[bool] | None = None) -> list[boo
     return is_needed
 
 
-def changed_inputs(jaxpr: Any) -> list[bool]:
-    """Return a flag for each output of a jaxpr: it is not the input with its number.
-
-    Example:
-        >>> import jax
-        >>> changed_inputs(jax.make_jaxpr(lambda x, y: (x, y + 1))(1.0, 2.0))
-        [False, True]
-    """
-    jaxpr = open_jaxpr(jaxpr)
-    return [y is not x for x, y in zip(jaxpr.invars, jaxpr.outvars, strict=False)]
-
-
 def _equation_outputs(equation: Any, given: list[bool]) -> list[bool]:
     """Return a flag for each output of an equation: dependence on the marked operands."""
     name = equation.primitive.name

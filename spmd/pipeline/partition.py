@@ -10,7 +10,7 @@ head         compute_outputs, then the loss     sums over the microbatch
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, describe_value
 from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
-from spmd.jaxpr.dependence import changed_inputs, needed_inputs
+from spmd.jaxpr.dependence import needed_inputs
+from spmd.jaxpr.forwarding import forwarded_inputs
 from spmd.layers.lm_head import lazy_logits
 from spmd.model_interface.model import NO_PIPELINE, LayeredModel, as_outputs
 from spmd.pipeline.branches import cond
@@ -156,27 +157,26 @@ class StageModel:
         _, others = self.variables
         if not others.changing:
             return []
-        _, layered = in_parts(self.loss_fn)
-        train = self._train
         params, all_variables = self._some_arrays(shared, i)
+        variables_of_all = others.at(i)
+        paths = list(tree.flatten(variables_of_all))
 
-        def after_layers(own: Any) -> Any:
-            variables = tree.merge(all_variables, own)
+        def after_layers(variables_of_all: Any) -> list[Any]:
+            variables = tree.merge(all_variables, variables_of_all)
+            # Those after the embedding are not passed on: its changes do not count.
             (x, context), _ = self._embed_inputs(params, variables, *self._read(i))
-            _, after = layered.apply_layers(params, variables, x, context, train=train)
-            return tree.select(after, tree.flatten(own).__contains__)
+            _, after = self._apply_layers(params, variables, x, context)
+            found = tree.flatten(after)
+            return [found[path] for path in paths]
 
-        own = others.at(i)
-        changed = changed_inputs(jax.make_jaxpr(after_layers)(own))
-        return list(itertools.compress(tree.flatten(own), changed))
+        sources = forwarded_inputs(jax.make_jaxpr(after_layers)(variables_of_all))
+        return [path for number, path in enumerate(paths) if sources[number] != number]
 
     def embed(self, shared: Any, i: jax.Array) -> Stream:
         """Return the input of the first layer."""
-        _, layered = in_parts(self.loss_fn)
         arrays = self._some_arrays(shared, i)
         (x, context), _ = partition_safe(self._embed_inputs)(*arrays, *self._read(i))
-        apply = functools.partial(layered.apply_layers, train=self._train)
-        (_, values), _ = jax.eval_shape(apply, *arrays, x, context)
+        (_, values), _ = jax.eval_shape(self._apply_layers, *arrays, x, context)
 
         def of_all_layers(v: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((self.split.layers, *v.shape[1:]), v.dtype)
@@ -212,14 +212,12 @@ class StageModel:
         Args:
             first: The number of the first of these layers in the model.
         """
-        _, layered = in_parts(self.loss_fn)
-        train = self._train
 
         def apply(
             params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array
         ) -> tuple[jax.Array, Any]:
             (_, context), variables = self._embed_inputs(params, variables, batch, key)
-            result, _ = layered.apply_layers(params, variables, x, context, train=train)
+            result, _ = self._apply_layers(params, variables, x, context)
             return result
 
         arrays = self._arrays(rows, shared, i)
@@ -239,19 +237,15 @@ class StageModel:
             if layered.outputs_take_context:
                 values.append(context)
             with lazy_logits():
-                outputs, _ = layered.compute_outputs(
+                returned = layered.compute_outputs(
                     params, variables, stream.x, *values, train=loss.train
                 )
+                outputs, _ = _with_variables(returned, "compute_outputs")
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._some_arrays(shared, i)
         sums = partition_safe(finish)(*arrays, *self._read(i), stream)
         return sums["loss"], sums
-
-    @property
-    def _train(self) -> bool:
-        loss, _ = in_parts(self.loss_fn)
-        return loss.train
 
     def _embed_inputs(
         self, params: Any, variables: Any, batch: Any, key: jax.Array
@@ -259,7 +253,18 @@ class StageModel:
         """Return the input of the first layer, other inputs of all layers, and the variables."""
         loss, layered = in_parts(self.loss_fn)
         inputs, keywords = loss.arguments(batch)
-        return layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
+        returned = layered.embed_inputs(
+            params, variables, key, *inputs, train=loss.train, **keywords
+        )
+        return _with_variables(returned, "embed_inputs")
+
+    def _apply_layers(
+        self, params: Any, variables: Any, x: jax.Array, context: Any
+    ) -> tuple[tuple[jax.Array, Any], Any]:
+        """Return the stream after the layers in `params`, their values, and the variables."""
+        loss, layered = in_parts(self.loss_fn)
+        returned = layered.apply_layers(params, variables, x, context, train=loss.train)
+        return _with_variables(returned, "apply_layers")
 
     def _read(self, i: jax.Array) -> tuple[Any, jax.Array]:
         """Return a microbatch and its key."""
@@ -276,6 +281,19 @@ class StageModel:
         own_params, own_variables = layers
         _, others = self.variables
         return tree.merge(own_params, shared), tree.merge(own_variables, others.at(i))
+
+
+def _with_variables(returned: Any, part: str) -> tuple[Any, Any]:
+    """Return the result of a part of a model, and the variables after it.
+
+    Raises:
+        ConfigError: It returns no such pair.
+    """
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned
+    what = f"returns {describe_value(returned)}, and no pair with the variables after it"
+    problem = Problem(part, what, fix="return result, variables")
+    raise ConfigError(NO_PIPELINE, [problem])
 
 
 def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
@@ -327,10 +345,13 @@ def partition(
     ]
     if problems:
         raise ConfigError(NO_PIPELINE, problems)
+    (count,) = _counts_of_layers(layers, stages)
+    problems = list(_layer_dim_problems(variables, count, stages))
+    if problems:
+        raise ConfigError(NO_PIPELINE, problems)
     given = params, variables, batch, key, microbatches
     by_microbatch, after = variables_by_microbatch(loss, *given)
     of_layers, of_others = _split_variables(by_microbatch)
-    (count,) = _counts_of_layers(layers, stages)
     split = LayerSplit.of(count, stages, chunks)
     of_stages = layers, of_layers
     if not split.is_even:
@@ -417,6 +438,20 @@ def _counts_of_layers(layers: Any, stages: int) -> list[int]:
             count *= stages
         counts.add(count)
     return sorted(counts)
+
+
+def _layer_dim_problems(variables: Any, count: int, stages: int) -> Iterator[Problem]:
+    """Yield a problem for each variable inside the layers that is not one for each layer."""
+    is_manual = AXIS in get_abstract_mesh().manual_axes
+    of_layers, _ = _split_layers(variables)
+    for path, x in tree.flatten(of_layers).items():
+        rows = count
+        if is_manual and own_stacks(path, current().stacks)[0].is_even:
+            rows //= stages
+        if x.shape[:1] != (rows,):
+            what = f"is one of all layers, of the shape {x.shape}, and stages have their own"
+            fix = f"one for each layer, [{count}, …], or outside of the layers"
+            yield Problem(path, what, fix=fix)
 
 
 def _nested_problems(shared: Any) -> Iterator[Problem]:

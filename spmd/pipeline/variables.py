@@ -1,7 +1,7 @@
 """The variables of a model in a pipeline, before each of its microbatches.
 
-Variables that the forward pass changes by themselves, such as the random state of dropout, are
-computed for all microbatches before the first one enters. So each task reads those of its
+Variables that change by themselves, such as the random state of dropout, are computed for all
+microbatches before the first one enters. So each task reads those of its
 microbatch, in any order of tasks, and again in its backward task.
 """
 
@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import first_microbatch
 from spmd.gradients.losses import ModelLoss
-from spmd.gradients.variable_changes import VariableChanges, read_changes
+from spmd.gradients.variable_changes import VariableChanges, model_variables, read_changes
 from spmd.model_interface.model import NO_PIPELINE
-from spmd.plan.context import current
+from spmd.pipeline.interleave import AXIS
 
 
 @jax.tree_util.register_dataclass
@@ -54,16 +55,22 @@ def variables_by_microbatch(
     Raises:
         ConfigError: Examples change some of the variables, such as batch statistics.
     """
-    known = {*current().placements, *loss_fn.model.info().step_variables}
-    if known.issuperset(tree.flatten(variables)):  # frozen parameters, and what a step changes
+    may_change = model_variables(variables, loss_fn.model.info().step_variables)
+    # Around a stage, an exchange once a step has refused variables that change.
+    if not may_change or AXIS in get_abstract_mesh().manual_axes:
         return MicrobatchVariables(variables, {}), variables
     first = first_microbatch(batch, microbatches)
     changes = read_changes(loss_fn, params, variables, first, key)
     problems = list(_problems(changes))
     if problems:
         raise ConfigError(NO_PIPELINE, problems)
-    before, after = changes.before_each(variables, microbatches)
-    fixed = tree.select(variables, lambda path: path not in changes.by_itself)
+
+    def changes_below(path: str) -> bool:  # a list of arrays is one leaf of `tree.select`
+        return any(f"{own}/".startswith(f"{path}/") for own in changes.by_itself)
+
+    changing = tree.select(variables, changes_below)
+    fixed = tree.select(variables, lambda path: not changes_below(path))
+    before, after = changes.before_each(changing, variables, microbatches)
     return MicrobatchVariables(fixed, before), tree.merge(fixed, after)
 
 

@@ -148,7 +148,7 @@ class _After(NamedTuple):
     """What a module holds after a call.
 
     Attributes:
-        variables: Its variables; those that the call does not write are the same objects as before.
+        variables: Its variables.
         sown: Path → a value sown in the call, but for those for debugging.
     """
 
@@ -345,7 +345,6 @@ class _NNXFunctions:
         self, module: nnx.Module, variables: Any, call: Callable[[], Any]
     ) -> tuple[Any, "_After"]:
         """Return the result of a call of the module, and what the module holds after it."""
-        before = tree.flatten(to_dict(nnx.state(module, nnx.Not(nnx.Param))))
         with no_shardings_inside(), warnings.catch_warnings():
             # Flax warns at each sown value that its type should be declared before the call.
             warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
@@ -353,12 +352,8 @@ class _NNXFunctions:
         state = nnx.state(module, nnx.Not(nnx.Param))
         values = tree.flatten(to_dict(state))
 
-        def take(path: str, x: jax.Array) -> jax.Array:
-            if values[path] is before[path]:
-                return x  # unwritten: also a random key, which the module has in another type
-            return _as_data(values[path])
-
-        return result, _After(tree.map_with_path(take, variables), self._sown_in(state))
+        updated = tree.map_with_path(lambda path, _: _as_data(values[path]), variables)
+        return result, _After(updated, self._sown_in(state))
 
     def _sown_in(self, after: nnx.State) -> dict[str, nnx.Variable]:
         """Return path → variable of the values sown in a call, without those for debugging."""

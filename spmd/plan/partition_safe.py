@@ -164,15 +164,16 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
 
     XLA's sum is right, and one reduce-scatter, if one dimension is scattered, over all axes of that
     dimension in the order of the mesh; if each other dimension has one axis at most; and if one
-    axis at most splits anything but the batch. Otherwise the gradient is summed first: XLA computes
-    other products wrongly (docs/xla-faults.md, Products).
+    axis at most splits anything but the batch, and none in a region that is manual over some axes:
+    there XLA aborts for the gradient of a lookup, and permutes that of a product. Otherwise the
+    gradient is summed first: XLA computes other products wrongly (docs/xla-faults.md, Products).
     """
     split = split_axes(placement.mesh)
     others = [axis for axis in split if axis not in TOKEN_AXES]
     if len(others) > 1:
         return False
     if others and is_partly_manual():
-        return False  # XLA aborts for the gradient of a lookup, and permutes that of a product
+        return False
     kept = spec_dims(placement.grad_spec, ndim, split)
     used = spec_dims(placement.compute_spec, ndim, split)
     scattered = [dim for dim, axes in enumerate(extra_axes(kept, used)) if axes]

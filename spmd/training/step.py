@@ -395,7 +395,8 @@ def _with_values(means: Metrics, values: Mapping[str, jax.Array]) -> Metrics:
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     """Return `(params, variables, batch, name="", number=0) -> Sums`, jitted under `plan`.
 
-    Nothing is donated, and no variable changes. The loss function's key follows from the name of
+    Nothing is donated, and no variable changes. Host arrays of the batch are placed as
+    `spmd.place_batch` does. The loss function's key follows from the name of
     the set and the batch's number in it: batches draw different numbers, and each evaluation the
     same ones.
     """
@@ -417,6 +418,9 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     def evaluate_batch(
         params: Any, variables: Any, batch: Any, name: str = "", number: int = 0
     ) -> Sums:
+        leaves = jax.tree.leaves((params, variables, batch))
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            batch = place_batch(plan, batch)
         place = np.array([zlib.crc32(name.encode()), number], np.uint32)
         return compiled(params, variables, batch, place)
 

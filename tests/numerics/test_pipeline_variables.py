@@ -15,11 +15,13 @@ import spmd
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.deferred_reduction import choose_deferred_reduction
 from spmd.gradients.losses import next_token_loss
+from spmd.model_interface.model import LayeredModel
+from spmd.models.decoder import decoder_rules
 from spmd.models.mixtral import PRESETS as MIXTRALS
-from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipedream.grad_fn import InFlight
-from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.nnx_model import from_nnx
@@ -80,6 +82,27 @@ class Net(nnx.Module):
         return self.compute_outputs(*self.apply_layers(x, context))
 
 
+class Lists(Net):
+    """Dropout in lists, and a table that passes through `nnx.remat`."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.List([nnx.Dropout(0.2, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)])
+
+    def embed_inputs(self, tokens):
+        return self.dropout[1](self.dropout[0](self.embed(tokens))), None
+
+    def compute_outputs(self, x, values):
+        x = nnx.remat(lambda net, x: x * net.table[None, None])(self, x)
+        return self.embed.attend(self.dropout[0](x))
+
+
+class OneOfAllLayers(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+
 class DropsBetweenLayers(Net):
     """Layers share one random state, which each stage would have for itself."""
 
@@ -109,22 +132,23 @@ def make_model(layers=4, **fields):
     return from_nnx(lambda rngs: Net(rngs, layers, **fields))
 
 
-def train(model, schedule="1f1b", chunks=1, steps=2, **mesh):
+def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, **mesh):
     """Losses of steps, their last state, and the evaluation's loss."""
     plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
     loss_fn = next_token_loss(model)
+    evaluated = next_token_loss(model, train=False)
     grad_fn = accumulate(value_and_grad(loss_fn), MICROBATCHES)
     if "pipe" in mesh:
-        table = tabulate(make_schedule(schedule, mesh["pipe"], MICROBATCHES, chunks))
-        grad_fn = pipeline(loss_fn, table)
+        schedule = make_schedule(schedule, mesh["pipe"], MICROBATCHES, chunks)
+        grad_fn = pipeline(loss_fn, tabulate(schedule, recompute=recompute))
+        evaluated = pipelined(evaluated, mesh["pipe"], MICROBATCHES)
     step = make_train_step(plan, grad_fn=grad_fn)
     state = init_state(plan)
     losses = []
     for _ in range(steps):
         state, metrics = step(state, batch())
         losses.append(float(metrics["loss"]))
-    evaluate = make_eval_step(plan, next_token_loss(model, train=False))
-    after = evaluate(state.params, state.variables, batch())
+    after = make_eval_step(plan, evaluated)(state.params, state.variables, batch())
     return losses, jax.device_get(state), float(after["loss"])
 
 
@@ -139,6 +163,7 @@ LAYOUTS = {
     "interleaved": (4, "interleaved", 2, {"pipe": 2, "tensor": 2}),
     "four-stages": (4, "1f1b", 1, {"pipe": 4, "fsdp": 2}),
     "three-axes": (4, "1f1b", 1, {"pipe": 2, "fsdp": 2, "tensor": 2}),
+    "recomputed": (4, "1f1b", 1, {"pipe": 2, "fsdp": 2, "recompute": True}),
     "uneven": (5, "1f1b", 1, {"pipe": 2, "fsdp": 2}),
 }
 """Name → layers, schedule, chunks of a stage, and mesh."""
@@ -159,6 +184,33 @@ def test_dropout_is_that_of_one_device(layout):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_variables_in_lists_are_those_of_one_device():
+    """Their paths have numbers; and what passes through a transform of Flax is no change."""
+    model = from_nnx(Lists)
+    losses, state, _ = train(model, pipe=2, fsdp=2)
+    expected, one, _ = train(model)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, state.variables, one.variables)
+    assert int(state.variables["dropout"][0]["rngs"]["count"]) == 16
+
+
+class Tables(Net):
+    """A table, and dropout that drops nothing."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, layers=5)
+        self.eval()
+        self.train = lambda: None
+
+
+def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
+    """The program is traced where stages have layers of unequal numbers."""
+    model = from_nnx(Tables)
+    plan = make_plan(tiny.mesh(pipe=2, data=2), RULES, model, optax.adam(1e-2))
+    grad_fn = pipeline(next_token_loss(model), tabulate(make_schedule("1f1b", 2, MICROBATCHES)))
+    assert choose_deferred_reduction(grad_fn, plan, batch(), "auto").axes == ("data",)
+
+
 def test_control_of_dropout(monkeypatch):
     """Microbatches with the random state of the first have other numbers."""
     from spmd.pipeline.variables import MicrobatchVariables
@@ -175,6 +227,10 @@ def test_control_of_dropout(monkeypatch):
     [
         (functools.partial(Net, norm=True), "layers/norm/mean: is a variable that the examples"),
         (DropsBetweenLayers, "dropout/rngs/count: is changed in apply_layers by the layers"),
+        (
+            OneOfAllLayers,
+            r"layers/dropout/rngs/count: is one of all layers, of the shape \(\), and",
+        ),
         (Sows, "size: is sown in apply_layers, and stages"),
     ],
 )
@@ -186,6 +242,21 @@ def test_what_stages_cannot_change(make, said):
     step = make_train_step(plan, grad_fn=pipeline(next_token_loss(model), table))
     with pytest.raises(ConfigError, match=said):
         step.trace(batch())
+
+
+def test_parts_of_functions_return_their_variables():
+    """A part of the form before is named, with what to return."""
+    parts = LayeredModel(
+        lambda params, variables, key, tokens, train: (params["embed"]["embedding"][tokens], None),
+        lambda params, variables, x, context, train: (x, None),
+        lambda params, variables, x, values, train: x,
+    )
+    model = make_model()
+    whole = dataclasses.replace(model, layered=lambda: parts)
+    plan = make_plan(tiny.mesh(pipe=2), RULES, whole, optax.adam(1e-2))
+    grad_fn = pipeline(next_token_loss(whole), tabulate(make_schedule("1f1b", 2, MICROBATCHES)))
+    with pytest.raises(ConfigError, match=r"embed_inputs: returns (.|\n)*return result, variables"):
+        make_train_step(plan, grad_fn=grad_fn).trace(batch())
 
 
 def test_pipedream_refuses_dropout():
@@ -208,10 +279,12 @@ def test_variables_of_routers_are_those_of_one_device(router, mesh):
     """Noise of each layer; biases, where gradients are exchanged once a step."""
     base = MIXTRALS["test"]
     router = dataclasses.replace(base.router, **router)
-    model = dataclasses.replace(base, layers=2, vocab=256, stacked=True, router=router)
+    model = dataclasses.replace(
+        base, layers=2, vocab=256, stacked=True, router=router, predict_ahead=1
+    )
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=16, batch=16)
     exchange = "data+fsdp" if "data" in mesh else "none"
     config = spmd.TrainConfig(
-        model=model, rules=MIXTRAL, data=data, defer_grad_reduction=exchange, accumulate=1
+        model=model, rules=decoder_rules(model), data=data, defer_grad_reduction=exchange
     )
     assert Check(config, 2).compare(tiny.mesh(**mesh)).ok

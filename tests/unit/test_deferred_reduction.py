@@ -213,9 +213,7 @@ def test_batch_statistics_are_refused():
     rules = spmd.Rules(
         params=[("kernel", P("fsdp")), ("(scale|bias|mean|var)", spmd.replicate("four numbers"))]
     )
-    with pytest.raises(
-        ConfigError, match="norm/mean: is a variable that the model changes by itself"
-    ):
+    with pytest.raises(ConfigError, match="norm/mean: is a variable that the examples change"):
         trace(model, squares(model), rules=rules)
 
 
@@ -234,6 +232,35 @@ def test_tables_are_no_matter():
     """They are variables that no forward pass changes."""
     model = spmd.from_nnx(lambda rngs: Scaled(rngs))
     trace(model, squares(model))
+
+
+class Noisy(Scaled):
+    """Noise from a key that stays as it is."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.key = rngs.noise()
+
+    def __call__(self, x):
+        return super().__call__(x + jax.random.normal(self.key, x.shape))
+
+
+class Rematerialized(Scaled):
+    def __call__(self, x):
+        return nnx.remat(Scaled.__call__)(self, x)
+
+
+def test_a_table_passes_through_transforms():
+    """Of Flax, which return it as another array."""
+    model = spmd.from_nnx(lambda rngs: Rematerialized(rngs))
+    trace(model, squares(model))
+
+
+def test_draws_from_a_key_of_the_model_are_refused():
+    """No forward pass changes it."""
+    model = spmd.from_nnx(lambda rngs: Noisy(rngs))
+    with pytest.raises(ConfigError, match="key: is used, and every device would draw the same"):
+        trace(model, squares(model))
 
 
 class Dropped(nn.Module):
