@@ -132,7 +132,7 @@ def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
 def _variable_problems(
     grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array
 ) -> Iterator[Problem]:
-    """Yield a problem for each variable that the forward pass changes, or may change."""
+    """Yield a problem for each variable changed by the forward pass, surely or possibly."""
     may_change = model_variables(variables)
     if not may_change:
         return
@@ -351,7 +351,7 @@ def _local_sums(
 
 
 def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function of `(params, variables, states, batch, key)`, traced once, that draws nothing.
+    """Call a function of `(params, variables, states, batch, key)` without random draws, traced once.
 
     Raises:
         ConfigError: The key is used, or a variable that may be one.
@@ -373,7 +373,7 @@ def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def _random_keys(variables: Any) -> list[str]:
-    """Return the paths of variables that hold random keys, by the dtype of their data."""
+    """Return the paths of random keys among the variables, by the dtype of their data."""
     placements = current().placements
     paths = []
     for path, x in tree.flatten(variables).items():

@@ -44,7 +44,7 @@ class VariableChanges:
     arguments: Any
 
     def before_each(self, changing: Any, variables: Any, microbatches: int) -> tuple[Any, Any]:
-        """Return variables that change by themselves: before each microbatch, and after all.
+        """Return variables of `by_itself`: before each microbatch, and after all.
 
         Args:
             changing: The part of `variables` to return.
@@ -69,7 +69,7 @@ class VariableChanges:
 
 
 def model_variables(variables: Any, known: Collection[str] = ()) -> list[str]:
-    """Return the paths of the variables that are no frozen parameters, and not in `known`."""
+    """Return the paths of the variables besides frozen parameters and those in `known`."""
     placements = current().placements
     return [
         path for path in tree.flatten(variables) if path not in placements and path not in known

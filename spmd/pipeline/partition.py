@@ -153,7 +153,7 @@ class StageModel:
         return stream, sums
 
     def _changed_by_layers(self, shared: Any, i: jax.Array) -> list[str]:
-        """Return the paths of variables of all stages that the layers change."""
+        """Return the paths of the variables of all stages changed by the layers."""
         _, others = self.variables
         if not others.changing:
             return []
@@ -304,7 +304,7 @@ def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
 
 
 def _change_problems(changed: Iterable[str]) -> Iterator[Problem]:
-    """Yield a problem for each variable that layers change, and that is not of the layers."""
+    """Yield a problem for each variable of all stages changed by the layers."""
     for path in changed:
         what = "is changed in apply_layers by the layers of every stage, and there is one of it"
         yield Problem(path, what, fix="one for each layer, stacked as the layers are; or pipe=1")
@@ -441,7 +441,7 @@ def _counts_of_layers(layers: Any, stages: int) -> list[int]:
 
 
 def _layer_dim_problems(variables: Any, count: int, stages: int) -> Iterator[Problem]:
-    """Yield a problem for each variable inside the layers that is not one for each layer."""
+    """Yield a problem for each variable inside the layers without a dimension of layers."""
     is_manual = AXIS in get_abstract_mesh().manual_axes
     of_layers, _ = _split_layers(variables)
     for path, x in tree.flatten(of_layers).items():

@@ -1,4 +1,4 @@
-"""Permutes inside the tasks of stages, which hang on simulated devices.
+"""Permutes inside the tasks of stages: programs with one hang on simulated devices.
 
 A collective permute of XLA:CPU waits for all devices of the mesh, also for those of stages that
 take another branch of a tick. XLA ends the process after 40 seconds. GPUs and TPUs wait for the
@@ -20,7 +20,7 @@ _TASK = re.compile(r"pipeline_(?!embedding)\w+/cond/branch_1_fun/")
 
 
 def check_permutes(compiled: jax.stages.Compiled, mesh: AnyMesh) -> None:
-    """Raise a `ConfigError` for a compiled step that would hang on simulated devices."""
+    """Raise a `ConfigError` for a compiled step with a hang on simulated devices."""
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.devices.flat[0].platform != "cpu":
         return
     problems = list(permutes_in_tasks(compiled.as_text() or ""))

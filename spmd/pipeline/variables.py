@@ -75,7 +75,7 @@ def variables_by_microbatch(
 
 
 def _problems(changes: VariableChanges) -> Iterator[Problem]:
-    """Yield a problem for each variable that examples change."""
+    """Yield a problem for each variable changed by the examples."""
     for path in changes.by_examples:
         yield Problem(
             path,

@@ -145,7 +145,7 @@ def _check_make(make: Any) -> list[Problem]:
 
 
 class _After(NamedTuple):
-    """What a module holds after a call.
+    """The contents of a module after a call.
 
     Attributes:
         variables: Its variables.
@@ -320,7 +320,7 @@ class _NNXFunctions:
     def _call(
         self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool
     ) -> tuple[Any, "_After"]:
-        """Return the outputs of a call, and what the module holds after it."""
+        """Return the outputs of a call, with the contents of the module after it."""
         module = self._restore(params, variables, train)
         keywords = dict(keywords)
         method = keywords.pop("method", "__call__")
@@ -344,7 +344,7 @@ class _NNXFunctions:
     def _run(
         self, module: nnx.Module, variables: Any, call: Callable[[], Any]
     ) -> tuple[Any, "_After"]:
-        """Return the result of a call of the module, and what the module holds after it."""
+        """Return the result of a call of the module, with its contents after it."""
         with no_shardings_inside(), warnings.catch_warnings():
             # Flax warns at each sown value that its type should be declared before the call.
             warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
