@@ -14,7 +14,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
-from spmd.gradients.variable_changes import model_variables, read_changes
+from spmd.gradients.variable_changes import may_change, read_changes
 from spmd.jaxpr.dependence import needed_inputs
 from spmd.model_interface.grad_transform import Carry, observers
 from spmd.model_interface.model import abstract_key
@@ -133,15 +133,16 @@ def _variable_problems(
     grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array
 ) -> Iterator[Problem]:
     """Yield a problem for each variable changed by the forward pass, surely or possibly."""
-    may_change = model_variables(variables)
-    if not may_change:
-        return
     if not isinstance(grad_fn, LossGradFn):
-        for path in may_change:
-            what = "is a variable, and grad_fn does not tell whether it changes"
-            yield Problem(path, what, fix=f"spmd.value_and_grad(loss_fn), or {_FIX}")
+        for path in tree.flatten(variables):
+            if path not in current().placements:
+                what = "is a variable, and grad_fn does not tell whether it changes"
+                yield Problem(path, what, fix=f"spmd.value_and_grad(loss_fn), or {_FIX}")
         return
-    changes = read_changes(grad_fn.loss.loss_fn, params, variables, batch, key)
+    loss_fn = grad_fn.loss.loss_fn
+    if not may_change(loss_fn, variables):
+        return
+    changes = read_changes(loss_fn, params, variables, batch, key)
     for path in changes.by_itself:
         what = "is a variable that changes by itself, and every device would draw the same numbers"
         yield Problem(path, what, fix=_FIX)

@@ -10,7 +10,7 @@ Values of the second kind are known before any microbatch runs.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
-from spmd.gradients.losses import LossFn, check_returned
+from spmd.gradients.losses import LossFn, ModelLoss, check_returned
 from spmd.jaxpr.dependence import dependent_outputs
 from spmd.jaxpr.forwarding import forwarded_inputs
 from spmd.plan.context import current
@@ -68,12 +68,16 @@ class VariableChanges:
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), before), after
 
 
-def model_variables(variables: Any, known: Collection[str] = ()) -> list[str]:
-    """Return the paths of the variables besides frozen parameters and those in `known`."""
-    placements = current().placements
-    return [
-        path for path in tree.flatten(variables) if path not in placements and path not in known
-    ]
+def may_change(loss_fn: LossFn, variables: Any) -> list[str]:
+    """Return the paths of variables to read the changes of: a loss may change these.
+
+    It changes neither frozen parameters nor what a model changes once a step
+    (`ModelInfo.step_variables`).
+    """
+    constant = set(current().placements)
+    if isinstance(loss_fn, ModelLoss):
+        constant |= loss_fn.model.info().step_variables
+    return [path for path in tree.flatten(variables) if path not in constant]
 
 
 def read_changes(

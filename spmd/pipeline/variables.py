@@ -1,8 +1,8 @@
 """The variables of a model in a pipeline, before each of its microbatches.
 
 Variables that change by themselves, such as the random state of dropout, are computed for all
-microbatches before the first one enters. So each task reads those of its
-microbatch, in any order of tasks, and again in its backward task.
+microbatches before the first one enters. So each task reads those of its microbatch, in any order
+of tasks, and again in its backward task.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import first_microbatch
 from spmd.gradients.losses import ModelLoss
-from spmd.gradients.variable_changes import VariableChanges, model_variables, read_changes
+from spmd.gradients.variable_changes import VariableChanges, may_change, read_changes
 from spmd.model_interface.model import NO_PIPELINE
 from spmd.pipeline.interleave import AXIS
 
@@ -55,9 +55,8 @@ def variables_by_microbatch(
     Raises:
         ConfigError: Examples change some of the variables, such as batch statistics.
     """
-    may_change = model_variables(variables, loss_fn.model.info().step_variables)
     # Around a stage, an exchange once a step has refused variables that change.
-    if not may_change or AXIS in get_abstract_mesh().manual_axes:
+    if not may_change(loss_fn, variables) or AXIS in get_abstract_mesh().manual_axes:
         return MicrobatchVariables(variables, {}), variables
     first = first_microbatch(batch, microbatches)
     changes = read_changes(loss_fn, params, variables, first, key)
