@@ -19,7 +19,6 @@ from spmd.model_interface.grad_transform import Carry, enter_all, leave_all
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets, params_for_forward
 from spmd.plan.partition_safe import trace_call
-from spmd.sharding.mesh import AnyMesh
 
 GradFn = Callable[[Any, Carry, Any, jax.Array], tuple[Any, Sums, Carry]]
 """`(params, carry, batch, key) -> (gradients of sums["loss"], sums, updated carry)`.
@@ -31,10 +30,6 @@ The carry has the model's variables and the states of transforms
 _ONCE = "Gradients cannot be exchanged once a step:"
 
 
-def _accept(compiled: jax.stages.Compiled, mesh: AnyMesh) -> None:
-    """Accept any program."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossGradFn:
     """A `GradFn` made from a loss function, with the reader of the loss's structure.
@@ -43,14 +38,11 @@ class LossGradFn:
         grad_fn: The gradient function itself.
         loss: The reader of the loss's dependence on the examples of a batch.
         tick_table: The tasks of a pipeline (`spmd.pipeline.tick_table`); None without one.
-        check_compiled: Raises a `ConfigError` if a program that was compiled for a mesh must not
-            run.
     """
 
     grad_fn: GradFn
     loss: LossReader
     tick_table: Any = None
-    check_compiled: Callable[[jax.stages.Compiled, AnyMesh], None] = _accept
 
     def __call__(
         self, params: Any, carry: Carry, batch: Any, key: jax.Array

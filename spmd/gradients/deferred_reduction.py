@@ -352,7 +352,9 @@ def _local_sums(
 
 
 def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function of `(params, variables, states, batch, key)` without random draws, traced once.
+    """Call a function of `(params, variables, states, batch, key)`, which must draw nothing.
+
+    It is traced once.
 
     Raises:
         ConfigError: The key is used, or a variable that may be one.
@@ -360,9 +362,11 @@ def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     params, variables, *_ = arguments
     needed = needed_inputs(jaxpr)
-    first = len(jax.tree.leaves(params))
-    is_needed = dict(zip(tree.flatten(variables), needed[first:], strict=False))
-    used = [path for path in _random_keys(variables) if is_needed[path]]
+    of_variables = needed[len(jax.tree.leaves(params)) :]
+    used = []
+    for (path, x), is_needed in zip(tree.flatten(variables).items(), of_variables, strict=False):
+        if is_needed and _may_be_a_key(path, x):
+            used.append(path)
     if needed[-1]:
         used.append("key")
     what = "is used, and every device would draw the same numbers for other examples"
@@ -373,14 +377,9 @@ def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _random_keys(variables: Any) -> list[str]:
-    """Return the paths of random keys among the variables, by the dtype of their data."""
-    placements = current().placements
-    paths = []
-    for path, x in tree.flatten(variables).items():
-        if path not in placements and x.dtype == jnp.uint32:
-            paths.append(path)
-    return paths
+def _may_be_a_key(path: str, x: Any) -> bool:
+    """Return whether a variable has the dtype of random keys, and is no frozen parameter."""
+    return path not in current().placements and x.dtype == jnp.uint32
 
 
 def reduce_local(path: str, g: jax.Array, local: LocalGradients, scope: str = "") -> jax.Array:

@@ -27,13 +27,12 @@ def forwarded_inputs(jaxpr: Any) -> list[int | None]:
         >>> forwarded_inputs(jax.make_jaxpr(jax.jit(lambda x, y: (y, x + 1, x)))(1.0, 2.0))
         [1, None, 0]
     """
-    numbers = []
-    for source in _forwarded(open_jaxpr(jaxpr)):
-        numbers.append(source if isinstance(source, int) else None)
-    return numbers
+    jaxpr = open_jaxpr(jaxpr)
+    return _through(_sources(jaxpr), range(len(jaxpr.invars)))
 
 
-def _forwarded(jaxpr: Any) -> list[_Source]:
+def _sources(jaxpr: Any) -> list[_Source]:
+    """Return the sources of a jaxpr's outputs among its own inputs."""
     inputs = list[_Source](range(len(jaxpr.invars)))
     return interpret(jaxpr, inputs, _equation_sources, constant=None)
 
@@ -41,22 +40,25 @@ def _forwarded(jaxpr: Any) -> list[_Source]:
 def _equation_sources(equation: Any, operands: list[_Source]) -> list[_Source]:
     """Return the sources of an equation's outputs, given those of its operands."""
     name = name_of(equation)
+    computed: list[_Source] = [None] * len(equation.outvars)
     if name in _INVERSE.values() and isinstance(operands[0], int):
         return [(name, operands[0])]
-    if name in _INVERSE and isinstance(operands[0], tuple):
-        inverse, number = operands[0]
-        return [number if inverse == _INVERSE[name] else None]
+    if name in _INVERSE:
+        source = operands[0]
+        if isinstance(source, tuple) and source[0] == _INVERSE[name]:
+            return [source[1]]
+        return computed
     if name == "scan":
         return _scan_sources(equation, operands)
     called = called_jaxpr(equation)
     if called is None or name == "shard_map":  # its values are shards
-        return [None] * len(equation.outvars)
-    return _outer_sources(_forwarded(called), operands)
+        return computed
+    return _through(_sources(called), operands)
 
 
 def _scan_sources(scan: Any, operands: list[_Source]) -> list[_Source]:
     """Return the sources of a loop's outputs: carried values that no step changes, and stacks."""
-    inner = _forwarded(open_jaxpr(scan.params["jaxpr"]))
+    inner = _sources(open_jaxpr(scan.params["jaxpr"]))
     is_stack = stacked_outputs(scan)
     takes_stack = stacked_operands(scan)
     first = takes_stack.count(False) - is_stack.count(False)
@@ -65,13 +67,18 @@ def _scan_sources(scan: Any, operands: list[_Source]) -> list[_Source]:
         is_same = source == first + number
         if is_stack[number]:
             is_same = isinstance(source, int) and takes_stack[source]
-        kept.append(source if is_same else None)
-    return _outer_sources(kept, operands)
+        if not is_same:
+            source = None
+        kept.append(source)
+    return _through(kept, operands)
 
 
-def _outer_sources(inner: Sequence[_Source], operands: list[_Source]) -> list[_Source]:
-    """Return the sources of a body's outputs outside of it."""
-    sources = list[_Source]()
+def _through(inner: Sequence[_Source], operands: Sequence[Any]) -> list[Any]:
+    """Return what the operands of a body are for the sources of its outputs; None for computed ones."""
+    found = list[Any]()
     for source in inner:
-        sources.append(operands[source] if isinstance(source, int) else None)
-    return sources
+        outer = None
+        if isinstance(source, int):
+            outer = operands[source]
+        found.append(outer)
+    return found

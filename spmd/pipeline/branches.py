@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from spmd.plan.scopes import stage_scope
+
 
 def cond(
     predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
@@ -17,5 +19,5 @@ def cond(
     def barrier(branch: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
 
-    with jax.named_scope(f"pipeline_{yes.__name__}"):
+    with jax.named_scope(stage_scope(yes.__name__)):
         return jax.lax.cond(predicate, barrier(yes), barrier(no), *operands)

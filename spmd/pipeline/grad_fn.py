@@ -1,8 +1,8 @@
 """Pipeline parallelism over the mesh axis `pipe`: a gradient function for any schedule.
 
 A pipeline is one SPMD program, manual over `pipe` only, with a scan over the ticks of a `TickTable`
-(`spmd.pipeline.executor`). An idle stage computes nothing (`lax.cond`). Only the input of a task is
-kept for its backward task, which recomputes the rest under the plan's remat policy.
+(`spmd.pipeline.executor`). An idle stage computes nothing (`lax.cond`). Between its forward and its
+backward task a stage keeps what the remat policy saves (`spmd.pipeline.stage_layers`).
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
-from spmd.pipeline.permutes import check_permutes
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
@@ -72,7 +71,7 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
         return gradients, sums, dataclasses.replace(carry, variables=after)
 
-    return LossGradFn(grad_fn, loss, table, check_permutes)
+    return LossGradFn(grad_fn, loss, table)
 
 
 def _check_loss(
@@ -162,11 +161,19 @@ def _forward(
 
     def tick(carry: tuple[Stream, Sums], t: jax.Array) -> tuple[tuple[Stream, Sums], None]:
         arrived, sums = carry
-        entered = cond(t < microbatches, lambda: model.embed(shared, t), lambda: empty)
+
+        def embedding() -> Stream:
+            return model.embed(shared, t)
+
+        entered = cond(t < microbatches, embedding, lambda: empty)
         stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
         i = t - stage
         is_busy = (i >= 0) & (i < microbatches)
-        left = cond(is_busy, lambda: model.run_layers(layers, shared, stream, i), lambda: empty)
+
+        def forward() -> Stream:
+            return model.run_layers(layers, shared, stream, i)
+
+        left = cond(is_busy, forward, lambda: empty)
 
         def head(sums: Sums) -> Sums:
             _, found = model.head(shared, left, i)

@@ -16,8 +16,12 @@ METRICS = "metrics"
 ATTENTION = "attend(plan)"
 """Scope of attention by the settings of a plan: a kernel, an algorithm over a split sequence."""
 
+_OF_ALL_STAGES = ("embedding", "embedding_backward")
+"""The branches of a pipeline's tick that all stages take alike."""
+
 _BRANCH = re.compile(r"(\w+)\)*/cond$")
 _COMM = re.compile(r"\bcomm\(([^()]+)\)")
+_STAGE_BRANCH = re.compile(r"\bpipeline_(\w+)\)*/cond/branch_1_fun/")
 _FAULT = re.compile(r"\bxla_fault\(([^()]+)\)")
 _SCOPE = re.compile(r"\b(annotate|param)\(([^()]+)\)")
 
@@ -43,6 +47,23 @@ def comm_scope(purpose: str) -> str:
     A layer outside of `spmd` writes `jax.named_scope("comm(halo exchange)")`.
     """
     return f"comm({purpose})"
+
+
+def stage_scope(task: str) -> str:
+    """Return the scope of a branch of a pipeline's tick."""
+    return f"pipeline_{task}"
+
+
+def in_task_of_a_stage(op_name: str) -> bool:
+    """Return whether an operation is in a branch that some stages take, and others do not.
+
+    Example:
+        >>> scope = stage_scope("forward")
+        >>> in_task_of_a_stage(f"jit(_step)/while/body/{scope}/cond/branch_1_fun/dot_general")
+        True
+    """
+    tasks = _STAGE_BRANCH.findall(op_name)
+    return any(task not in _OF_ALL_STAGES for task in tasks)
 
 
 REPLICAS = "replicas"

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd.errors import ConfigError, Problem, check_type
-from spmd.gradients.base import GradFn, LossGradFn, check_first_batch, check_results, value_and_grad
+from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
 from spmd.gradients.losses import VALUES, LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, StepFn, step_within, wrap_all
 from spmd.model_interface.model import PRNG
@@ -29,6 +29,7 @@ from spmd.sharding.mesh import AnyMesh
 from spmd.training.batch import place_batch
 from spmd.training.compilation_cache import watch_cache_hits, without_faulty_cache
 from spmd.training.norms import no_norms
+from spmd.training.stage_permutes import check_permutes
 from spmd.training.state import (
     TrainState,
     abstract_arguments,
@@ -93,8 +94,7 @@ class TrainStep:
         batches, the step becomes a part of that program. A state that such a program returns in
         another layout is moved into the plan's.
         """
-        leaves = jax.tree.leaves((state, batch))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if _are_traced(state, batch):
             return self._traced(state, batch)
         if not self._is_newest(state):
             check_state(self.plan, state)
@@ -165,8 +165,7 @@ class TrainStep:
             if not problems:
                 raise
             raise ConfigError("XLA refuses a compile option:", problems) from error
-        if isinstance(self.grad_fn, LossGradFn):
-            self.grad_fn.check_compiled(compiled, self.plan.mesh)
+        check_permutes(compiled, self.plan.mesh)
         return compiled
 
     def _refused_options(self, said: str) -> list[Problem]:
@@ -396,9 +395,8 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     """Return `(params, variables, batch, name="", number=0) -> Sums`, jitted under `plan`.
 
     Nothing is donated, and no variable changes. Host arrays of the batch are placed as
-    `spmd.place_batch` does. The loss function's key follows from the name of
-    the set and the batch's number in it: batches draw different numbers, and each evaluation the
-    same ones.
+    `spmd.place_batch` does. The loss function's key follows from the name of the set and the
+    batch's number in it: batches draw different numbers, and each evaluation the same ones.
     """
 
     def evaluate(params: Any, variables: Any, batch: Any, place: jax.Array) -> Sums:
@@ -418,13 +416,17 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     def evaluate_batch(
         params: Any, variables: Any, batch: Any, name: str = "", number: int = 0
     ) -> Sums:
-        leaves = jax.tree.leaves((params, variables, batch))
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if not _are_traced(params, variables, batch):
             batch = place_batch(plan, batch)
         place = np.array([zlib.crc32(name.encode()), number], np.uint32)
         return compiled(params, variables, batch, place)
 
     return evaluate_batch
+
+
+def _are_traced(*trees: Any) -> bool:
+    """Return whether any leaf is part of another traced program."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def _kept_gradients_problems(plan: ShardingPlan) -> list[Problem]:

@@ -24,6 +24,7 @@ from spmd.pipedream.grad_fn import InFlight
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
+from spmd.pipeline.variables import MicrobatchVariables
 from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.run.check import Check
@@ -111,15 +112,15 @@ class DropsBetweenLayers(Net):
         return self.dropout(x), values
 
 
+class Penalty(nnx.Variable):
+    """A type of sown values."""
+
+
 class Sows(Net):
     def apply_layers(self, x, context):
         x, values = super().apply_layers(x, context)
-        self.sow(spmd_loss, "size", jnp.square(x).mean())
+        self.sow(Penalty, "size", jnp.square(x).mean())
         return x, values
-
-
-class spmd_loss(nnx.Variable):
-    """A type of sown values."""
 
 
 def batch():
@@ -200,7 +201,6 @@ class Tables(Net):
     def __init__(self, rngs):
         super().__init__(rngs, layers=5)
         self.eval()
-        self.train = lambda: None
 
 
 def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
@@ -213,8 +213,6 @@ def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
 
 def test_control_of_dropout(monkeypatch):
     """Microbatches with the random state of the first have other numbers."""
-    from spmd.pipeline.variables import MicrobatchVariables
-
     at = MicrobatchVariables.at
     monkeypatch.setattr(MicrobatchVariables, "at", lambda self, i: at(self, 0))
     losses, _, _ = train(make_model(), pipe=2, fsdp=2, steps=1)
