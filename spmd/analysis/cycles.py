@@ -16,7 +16,6 @@ from spmd.analysis.hlo import HloModule, Instruction
 from spmd.analysis.replica_groups import kind_of
 from spmd.errors import ConfigError, Problem
 
-_CYCLES = r'"estimated_cycles":"(\d+)"'
 _FREE = (
     "bitcast",
     "call",
@@ -79,7 +78,7 @@ def count_cycles(program: HloModule, taken: Mapping[str, Fraction]) -> Cycles | 
         instruction = here.instruction
         if here.is_part:
             continue
-        cycles = int(instruction.attribute(_CYCLES) or 0)
+        cycles = instruction.estimated_cycles
         if cycles:
             kind = instruction.opcode
             counted[kind] = counted.get(kind, Fraction()) + here.times * cycles

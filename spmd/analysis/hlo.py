@@ -111,6 +111,17 @@ class Instruction:
             return ""
         return found[1]
 
+    @property
+    def estimated_cycles(self) -> int:
+        """The compiler's estimate of cycles on a TPU; 0 without one.
+
+        libtpu writes 2⁶³ − 1 for some small fusions, as no estimate.
+        """
+        cycles = int(self.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        if cycles >= 2**63 - 1:
+            return 0
+        return cycles
+
     def callees(self) -> list[tuple[str, str]]:
         """Return (role, computation) for each computation named by this instruction.
 

@@ -34,7 +34,7 @@ def compute_beside(program: HloModule, name: str, instruction: Instruction) -> t
     computes = False
     cycles = 0
     for beside in between:
-        cycles += int(beside.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        cycles += beside.estimated_cycles
         if beside.opcode in _COMPUTES:
             computes = True
     return computes, cycles

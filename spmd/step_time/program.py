@@ -195,7 +195,7 @@ class _Reader:
             return self._asynchronous("done", instruction.name, name, start)
         if opcode.endswith("-start") or opcode == "send":
             return self._asynchronous("start", instruction.name, name, instruction)
-        cycles = _cycles(instruction)
+        cycles = instruction.estimated_cycles
         if collective is not None:
             transfer = self._transfer(collective)
             return ScheduledOp(instruction.name, "transfer", cycles, transfer=transfer)
@@ -216,7 +216,7 @@ class _Reader:
         """
         label = instruction.name
         if not label.startswith(("async-collective-start", "async-collective-done")):
-            return self._compute(instruction, _cycles(instruction))
+            return self._compute(instruction, instruction.estimated_cycles)
         kind = "done"
         if "start" in label.partition(".")[0]:
             kind = "start"
@@ -324,11 +324,6 @@ class _Reader:
         """Return the computation of an instruction."""
         computations = self.program.computations.values()
         return next(c for c in computations if c.instructions.get(instruction.name) is instruction)
-
-
-def _cycles(instruction: Instruction) -> int:
-    """Return the compiler's estimate of cycles; 0 without one."""
-    return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 
 def _product_flops(computation: Computation, product: Instruction) -> float:

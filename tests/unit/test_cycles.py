@@ -154,6 +154,16 @@ def test_what_has_no_cycles_is_listed() -> None:
     assert found.to_json(None)["seconds"] is None
 
 
+def test_the_largest_number_is_no_estimate() -> None:
+    """Libtpu writes it for some small fusions: six of them were a step of a million years."""
+    most = text().replace(COST(7), COST(2**63 - 1))
+    assert most != text()
+    found = count_cycles(parse(most), {"pipeline_forward": Fraction(2, 5)})
+    assert found is not None
+    assert "fusion" not in found.cycles
+    assert found.uncounted["y"] == 5 * 3
+
+
 def test_a_loop_of_unknown_length_is_refused() -> None:
     """By its name, and not counted as one turn; a program without estimates has no cycles, whatever its loops."""
     unknown = text(start="partition-id()")
