@@ -765,13 +765,12 @@ def _add_stacks(
 
 def _make_noise(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
     """Return the random state of routers, for each stack by its name."""
-    counts = {"layers": config.pattern.repeats}
+    noise = nnx.Dict(layers=LayerNoise(config.pattern.repeats, rngs.params()))
     for name, (_, count) in config.last_stacks.items():
-        counts[name] = count
+        noise[name] = LayerNoise(count, rngs.params())
     if config.predict_ahead:
-        counts["ahead"] = config.predict_ahead
-    noise = {name: LayerNoise(count, rngs.params()) for name, count in counts.items()}
-    return nnx.Dict(noise)
+        noise["ahead"] = LayerNoise(config.predict_ahead, rngs.params())
+    return noise
 
 
 def _move_biases(stack: nnx.Module, loads: Sequence[Array | None], rate: float) -> None:

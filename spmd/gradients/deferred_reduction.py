@@ -369,10 +369,9 @@ def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]
             used.append(path)
     if needed[-1]:
         used.append("key")
-    what = "is used, and every device would draw the same numbers for other examples"
-    problems = [Problem(path, what, fix=_FIX) for path in used]
-    if problems:
-        raise ConfigError(_TITLE, problems)
+    if used:
+        what = "is used, and every device would draw the same numbers for other examples"
+        raise ConfigError(_TITLE, [Problem(path, what, fix=_FIX) for path in used])
     results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

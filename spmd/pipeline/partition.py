@@ -10,6 +10,7 @@ head         compute_outputs, then the loss     sums over the microbatch
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -170,7 +171,8 @@ class StageModel:
             return [found[path] for path in paths]
 
         sources = forwarded_inputs(jax.make_jaxpr(after_layers)(variables_of_all))
-        return [path for number, path in enumerate(paths) if sources[number] != number]
+        is_changed = map(operator.ne, sources, range(len(paths)))
+        return list(itertools.compress(paths, is_changed))
 
     def embed(self, shared: Any, i: jax.Array) -> Stream:
         """Return the input of the first layer."""
@@ -240,7 +242,7 @@ class StageModel:
                 returned = layered.compute_outputs(
                     params, variables, stream.x, *values, train=loss.train
                 )
-                outputs, _ = _with_variables(returned, "compute_outputs")
+                outputs, _ = _with_variables(returned, "compute_outputs", variables)
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._some_arrays(shared, i)
@@ -256,7 +258,7 @@ class StageModel:
         returned = layered.embed_inputs(
             params, variables, key, *inputs, train=loss.train, **keywords
         )
-        return _with_variables(returned, "embed_inputs")
+        return _with_variables(returned, "embed_inputs", variables)
 
     def _apply_layers(
         self, params: Any, variables: Any, x: jax.Array, context: Any
@@ -264,7 +266,7 @@ class StageModel:
         """Return the stream after the layers in `params`, their values, and the variables."""
         loss, layered = in_parts(self.loss_fn)
         returned = layered.apply_layers(params, variables, x, context, train=loss.train)
-        return _with_variables(returned, "apply_layers")
+        return _with_variables(returned, "apply_layers", variables)
 
     def _read(self, i: jax.Array) -> tuple[Any, jax.Array]:
         """Return a microbatch and its key."""
@@ -283,17 +285,26 @@ class StageModel:
         return tree.merge(own_params, shared), tree.merge(own_variables, others.at(i))
 
 
-def _with_variables(returned: Any, part: str) -> tuple[Any, Any]:
+def _with_variables(returned: Any, part: str, variables: Any) -> tuple[Any, Any]:
     """Return the result of a part of a model, and the variables after it.
 
+    Args:
+        variables: Those before it.
+
     Raises:
-        ConfigError: It returns no such pair.
+        ConfigError: It returns no such pair, or not all variables.
     """
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        return returned
-    what = f"returns {describe_value(returned)}, and no pair with the variables after it"
-    problem = Problem(part, what, fix="return result, variables")
-    raise ConfigError(NO_PIPELINE, [problem])
+    fix = "return result, variables"
+    if not (
+        isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    ):
+        what = f"returns {describe_value(returned)}, and no pair with the variables after it"
+        raise ConfigError(NO_PIPELINE, [Problem(part, what, fix=fix)])
+    lacking = tree.flatten(variables).keys() - tree.flatten(returned[1]).keys()
+    if lacking:
+        what = f"returns variables without {', '.join(sorted(lacking))}"
+        raise ConfigError(NO_PIPELINE, [Problem(part, what, fix=fix)])
+    return returned
 
 
 def _use_problems(used: Iterable[str]) -> Iterator[Problem]:

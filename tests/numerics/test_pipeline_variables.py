@@ -242,10 +242,17 @@ def test_what_stages_cannot_change(make, said):
         step.trace(batch())
 
 
-def test_parts_of_functions_return_their_variables():
-    """A part of the form before is named, with what to return."""
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [(None, "embed_inputs: returns "), ({}, "embed_inputs: returns variables without dropout/")],
+)
+def test_parts_of_functions_return_their_variables(after, said):
+    """A part that returns none, or not all, is named, with what to return."""
     parts = LayeredModel(
-        lambda params, variables, key, tokens, train: (params["embed"]["embedding"][tokens], None),
+        lambda params, variables, key, tokens, train: (
+            (params["embed"]["embedding"][tokens], None),
+            after,
+        ),
         lambda params, variables, x, context, train: (x, None),
         lambda params, variables, x, values, train: x,
     )
@@ -253,7 +260,7 @@ def test_parts_of_functions_return_their_variables():
     whole = dataclasses.replace(model, layered=lambda: parts)
     plan = make_plan(tiny.mesh(pipe=2), RULES, whole, optax.adam(1e-2))
     grad_fn = pipeline(next_token_loss(whole), tabulate(make_schedule("1f1b", 2, MICROBATCHES)))
-    with pytest.raises(ConfigError, match=r"embed_inputs: returns (.|\n)*return result, variables"):
+    with pytest.raises(ConfigError, match=rf"{said}(.|\n)*return result, variables"):
         make_train_step(plan, grad_fn=grad_fn).trace(batch())
 
 
