@@ -352,7 +352,7 @@ def _local_sums(
 
 
 def _call_without_draws(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function of `(params, variables, states, batch, key)`, which must draw nothing.
+    """Call a function of `(params, variables, states, batch, key)` without random draws.
 
     It is traced once.
 
