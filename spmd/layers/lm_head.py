@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
 from spmd.plan.manual import all_gather, psum, psum_scatter, shard_map_over, split_axes
-from spmd.plan.scopes import in_scope
+from spmd.plan.scopes import comm_scope, in_scope
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, dims_spec, spec_dims
 from spmd.sharding.mesh import AnyMesh, spec_axes
@@ -55,6 +56,9 @@ CHUNK = 1024
 _TILE = 256
 """The number of words in a turn is a multiple of this: XLA:TPU fuses reduce-scatters of such parts,
 and of few others."""
+
+_NO_WORD = -1e9
+"""The logit of padding: its probability is 0, and its square is finite."""
 
 _PURPOSE = "vocabulary-parallel head"
 _WHOLE = P()
@@ -69,7 +73,9 @@ class LazyLogits:
     `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement,
     None outside a plan. `tokens` and `logits` are the activation names of `x` and of the logits.
     `bias`, gathered, is added to the logits before a soft cap; None for none. Before the cap logits
-    are divided by `temperature`; another one is set by `at_temperature`.
+    are divided by `temperature`; another one is set by `at_temperature`. `over` is a manual axis
+    whose devices have equal arrays: each computes the logits of a part of its words, and gradients
+    through these logits, whose sum over the axis is the gradient of the summed loss; None for none.
     """
 
     keeps_dtype: ClassVar[bool] = True  # the loss computes the logits in float32
@@ -83,6 +89,7 @@ class LazyLogits:
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
     bias: Float[Array, "vocab"] | None = None
     temperature: float = dataclasses.field(default=1.0, metadata={"static": True})
+    over: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def vocab_dim(self) -> int:
@@ -116,6 +123,8 @@ class _Layout:
     width: tuple[str, ...] = ()  # the axes of `vocabulary` that also split the width of `x`
     z_loss: float = 0.0
     temperature: float = 1.0
+    over: str | None = None  # named as in `LazyLogits`
+    part: "_Part | None" = None  # of the words, inside a manual region with `over`
 
     @property
     def vocab_dim(self) -> int:
@@ -125,6 +134,8 @@ class _Layout:
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets, weights and a bias."""
         local = functools.partial(_local, layout=self, differentiate=differentiate)
+        if self.over:
+            local = functools.partial(_local_of_part, layout=self, differentiate=differentiate)
         if self.mesh is None:
             return local(*arrays)
         stored, _, kept = self.param.specs
@@ -138,6 +149,8 @@ class _Layout:
     def run_losses(self, *arrays: Array) -> tuple[Array, Array]:
         """Run `_local_losses` on each device's part of `x`, the kernel, targets and a bias."""
         local = functools.partial(_local_losses, layout=self)
+        if self.over:
+            local = functools.partial(_local_losses_of_part, layout=self)
         if self.mesh is None:
             return local(*arrays)
         stored, _, _ = self.param.specs
@@ -146,6 +159,19 @@ class _Layout:
             self.mesh, self.split, local, in_specs, (self.tokens, self.tokens), purpose=_PURPOSE
         )
         return region(*arrays)
+
+    def with_part(self, kernel: Array) -> "tuple[_Layout, _Part]":
+        """Return this layout with a device's part of the words in its stored kernel, and the part."""
+        assert self.over is not None
+        part = _Part(self.over, self.vocab_dim, kernel.shape[self.vocab_dim])
+        return dataclasses.replace(self, part=part), part
+
+    def of_all_parts(self, cotangent: Array) -> Array:
+        """Return the sum over the devices of `over`, each with a cotangent of its own."""
+        if self.over is None:
+            return cotangent
+        with in_scope(comm_scope(_PURPOSE)):
+            return jax.lax.psum(cotangent, self.over)
 
     @property
     def sum_count(self) -> int:
@@ -170,6 +196,13 @@ class _Layout:
         return tuple(spec_axes(self.tokens))
 
     @property
+    def word_axes(self) -> tuple[str, ...]:
+        """All axes that words are divided over."""
+        if self.over is None:
+            return self.vocabulary
+        return *self.vocabulary, self.over
+
+    @property
     def gathered_axes(self) -> tuple[str, ...]:
         """The axes of both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
         return tuple(axis for axis in self.token_axes if axis in self.vocabulary)
@@ -183,6 +216,56 @@ class _Layout:
     def summed_axes(self) -> tuple[str, ...]:
         """The axes of tokens and not of the vocabulary."""
         return tuple(axis for axis in self.token_axes if axis not in self.vocabulary)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A device's part of words that all devices of a manual axis have.
+
+    Parts are equally long: where `size` does not divide, some of the last words are padding.
+
+    Attributes:
+        axis: The axis.
+        vocab_dim: The dimension of words in the kernel.
+        size: All words.
+    """
+
+    axis: str
+    vocab_dim: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """The words of a part, with padding."""
+        return -(-self.size // _axis_size((self.axis,)))
+
+    @property
+    def padding(self) -> int:
+        """The words that the last parts have more than there are."""
+        return self.length * _axis_size((self.axis,)) - self.size
+
+    @property
+    def first(self) -> Array:
+        """The first word of this device's part."""
+        return jax.lax.axis_index(self.axis) * self.length
+
+    def of(self, a: Array, dim: int) -> Array:
+        """Return this part of an array with all words along a dimension."""
+        widths = [(0, 0)] * a.ndim
+        widths[dim] = 0, self.padding
+        return jax.lax.dynamic_slice_in_dim(jnp.pad(a, widths), self.first, self.length, dim)
+
+    def of_head(self, kernel: Array, bias: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """Return this part of a kernel, and of a bias, if there is one."""
+        return self.of(kernel, self.vocab_dim), [self.of(b, 0) for b in bias]
+
+    def in_whole(self, own: Array, dim: int) -> Array:
+        """Return an array of all words with this part of it, and zeros."""
+        shape = list(own.shape)
+        shape[dim] = self.size + self.padding
+        zeros = jnp.zeros(shape, own.dtype)
+        whole = jax.lax.dynamic_update_slice_in_dim(zeros, own, self.first, dim)
+        return jax.lax.slice_in_dim(whole, 0, self.size, axis=dim)
 
 
 def at_temperature(logits: Array | LazyLogits, temperature: float) -> Array | LazyLogits:
@@ -282,7 +365,14 @@ def chunked_token_losses(
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
     """Return the options of the loss, with its sharding under the plan in scope."""
-    layout = _Layout(head.axes, head.logits, head.soft_cap, chunk, temperature=head.temperature)
+    layout = _Layout(
+        head.axes,
+        head.logits,
+        head.soft_cap,
+        chunk,
+        temperature=head.temperature,
+        over=head.over,
+    )
     scope = placement(head.tokens)
     if scope is None:
         return layout
@@ -310,14 +400,19 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
         mesh=mesh,
         split=split,
         tokens=dims_spec(token_dims),
-        param=_kernel_layout(head.placed, dim, vocabulary, summed),
+        param=_kernel_layout(head.placed, dim, vocabulary, summed, whole=head.over is not None),
         vocabulary=vocabulary,
         width=width,
     )
 
 
 def _kernel_layout(
-    placed: ParamPlacement, dim: int, vocabulary: tuple[str, ...], summed: tuple[str, ...]
+    placed: ParamPlacement,
+    dim: int,
+    vocabulary: tuple[str, ...],
+    summed: tuple[str, ...],
+    *,
+    whole: bool,
 ) -> ShardedParam:
     """Return the layout of the kernel in the region: its words, dimension `dim`, are split.
 
@@ -326,6 +421,7 @@ def _kernel_layout(
         dim: The dimension of words.
         vocabulary: The axes that words are split over.
         summed: The axes over which gradients are summed.
+        whole: Whether a device has all of its words before a gather, as parts of them need it.
     """
     split: list[tuple[str, ...]] = [(), ()]
     split[dim] = vocabulary
@@ -334,19 +430,22 @@ def _kernel_layout(
     kept = spec_dims(placed.grad_spec, 2, summed)
     return dataclasses.replace(
         param,
-        param_dims=_contiguous(param.param_dims, used, dim),
+        param_dims=_contiguous(param.param_dims, used, dim, whole=whole),
         compute_dims=used,
-        grad_dims=_contiguous(kept, used, dim),
+        grad_dims=_contiguous(kept, used, dim, whole=whole),
     )
 
 
-def _contiguous(dims: Dims, used: Dims, dim: int) -> Dims:
+def _contiguous(dims: Dims, used: Dims, dim: int, *, whole: bool) -> Dims:
     """Return `dims` if a device's words are contiguous after a gather, else `used`.
 
-    With `used`, the compiler reshards.
+    With `used`, the compiler reshards. If `whole`, words must not be gathered.
     """
     vocabulary = used[dim]
-    if dims[dim][: len(vocabulary)] == vocabulary:
+    length = len(vocabulary)
+    if whole:
+        length = len(dims[dim])
+    if dims[dim][:length] == vocabulary:
         return tuple(dims)
     return used
 
@@ -377,9 +476,10 @@ def _backward_of_sums(
     layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]
 ) -> Any:
     gradients, likes = saved
+    scale = layout.of_all_parts(cotangents[0])
     scaled = []
     for gradient, like in zip(gradients, likes, strict=True):
-        wide = gradient.astype(jnp.float32) * cotangents[0]
+        wide = gradient.astype(jnp.float32) * scale
         scaled.append(wide.astype(like.dtype))
     dx, dkernel, *rest = scaled
     dbias = None
@@ -408,7 +508,7 @@ def _backward_of_losses(layout: _Layout, saved: Any, cotangents: tuple[Array, Ar
     """Return the gradients of the sum of the losses, with the cotangents as weights."""
     x, kernel, targets, bias = saved
     own_bias = _if_any(bias)
-    weights = cotangents[0].astype(jnp.float32)
+    weights = layout.of_all_parts(cotangents[0].astype(jnp.float32))
     found = layout.run(True, x, kernel, targets, weights, *own_bias)
     dx, dkernel, *rest = found[layout.sum_count :]
     dbias = None
@@ -435,6 +535,38 @@ def _local_losses(
 
     _, (losses, correct) = jax.lax.scan(of_chunk, None, parts)
     return without_padding(losses), without_padding(correct)
+
+
+def _local_of_part(
+    x: Array,
+    kernel: Array,
+    targets: Array,
+    weights: Array,
+    *bias: Array,
+    layout: _Layout,
+    differentiate: bool,
+) -> tuple[Array, ...]:
+    """Return what `_local` does, with the gradients through this device's part of its words."""
+    layout, part = layout.with_part(kernel)
+    own_kernel, own_bias = part.of_head(kernel, bias)
+    found = _local(
+        x, own_kernel, targets, weights, *own_bias, layout=layout, differentiate=differentiate
+    )
+    if not differentiate:
+        return found
+    *sums_and_dx, dkernel = found[: layout.sum_count + 2]
+    dbias = found[layout.sum_count + 2 :]
+    gradients = part.in_whole(dkernel, layout.vocab_dim), *(part.in_whole(d, 0) for d in dbias)
+    return *sums_and_dx, *gradients
+
+
+def _local_losses_of_part(
+    x: Array, kernel: Array, targets: Array, *bias: Array, layout: _Layout
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """Return what `_local_losses` does; this device has the logits of a part of its words."""
+    layout, part = layout.with_part(kernel)
+    own_kernel, own_bias = part.of_head(kernel, bias)
+    return _local_losses(x, own_kernel, targets, *own_bias, layout=layout)
 
 
 def _gathered_head(
@@ -611,21 +743,32 @@ class _Head:
 
     @property
     def words(self) -> Int[Array, "word"]:
-        """The ids of this device's words."""
+        """The ids of this device's words; -1 for padding."""
         size = self.kernel.shape[self.layout.vocab_dim]
-        axes = self.layout.vocabulary
+        part = self.layout.part
         ids = jnp.arange(size)
+        if part is not None:
+            size = part.size
+            ids += part.first
+        axes = self.layout.vocabulary
         first: Any = 0
         if axes:
             first = jax.lax.axis_index(axes) * size
-        return ids + first
+        if part is None or not part.padding:
+            return ids + first
+        return jnp.where(ids < size, ids + first, -1)
 
-    def logits(self, x: Array, kernel: Array, bias: Array | None) -> Array:
+    def logits(
+        self, x: Array, kernel: Array, bias: Array | None, words: Int[Array, "word"]
+    ) -> Array:
         """Return the logits of some words."""
         logits = _logits(x, kernel, self.layout.axes, bias)
         logits = soft_capped(
             _over_temperature(logits, self.layout.temperature), self.layout.soft_cap
         )
+        part = self.layout.part
+        if part is not None and part.padding:
+            logits = jnp.where(words >= 0, logits, _NO_WORD)
         return annotate(logits, self.layout.logits)
 
     def dlogits(
@@ -702,12 +845,13 @@ class _Head:
 
     def softmax(self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"]) -> _Softmax:
         """Return the softmax of a chunk, with the gathered tokens."""
-        vocabulary = self.layout.vocabulary
+        vocabulary = self.layout.word_axes
         along = self.layout.gathered_dims
         x = all_gather(x, along)
         targets = all_gather(targets, along[:2])
-        logits = self.logits(x, self.kernel, self.bias)
-        is_target = _is_target(self.words, targets)
+        words = self.words
+        logits = self.logits(x, self.kernel, self.bias, words)
+        is_target = _is_target(words, targets)
         largest = logits.max(axis=-1)
         if vocabulary:
             largest = jax.lax.pmax(largest, vocabulary)
@@ -785,8 +929,9 @@ class _Head:
         bias = None
         if self.bias is not None:
             bias = turns.part(self.bias, start, 0)
-        logits = self.logits(x, kernel, bias)
-        is_target = _is_target(turns.part(self.words, start, 0), targets)
+        words = turns.part(self.words, start, 0)
+        logits = self.logits(x, kernel, bias, words)
+        is_target = _is_target(words, targets)
         probabilities = jnp.exp(logits - normalizer[..., None])
         probabilities = self.with_z_loss(probabilities, normalizer)
         return self.dlogits(logits, probabilities, is_target, weights)

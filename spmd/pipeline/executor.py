@@ -6,6 +6,7 @@ previous stage                   │             while the backward task compute
                                  ▼
                         slots of what is kept (spmd.pipeline.stage_layers)
                                  │
+                                 ├──▶ loss, from the output of the last stage
                                  ▼
 to the previous  ◀───────── backward task ◀── gradient from the next stage, in its slot
 stage, while the                 │
@@ -91,7 +92,10 @@ def run_ticks(
     """
     number = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    stage = _Stage(model, layers, chunks, shared, scale, table, number, empty)
+    head_axis = None
+    if layers.saved and model.has_lazy_logits(jax.tree.map(lambda x: x[0], shared), empty):
+        head_axis = AXIS
+    stage = _Stage(model, layers, chunks, shared, scale, table, number, empty, head_axis)
     columns = jax.tree.map(jnp.asarray, table.columns)
     carry, _ = jax.lax.scan(stage.tick, carry, columns)
     return carry
@@ -111,6 +115,8 @@ class _Stage:
         scale: Factor of the loss.
         number: Number of the stage, on its devices.
         empty: A stream of zeros.
+        head_axis: The axis of the stages, if all of them compute logits, of some words each; None
+            if the last one does.
     """
 
     model: StageModel
@@ -121,6 +127,7 @@ class _Stage:
     table: TickTable
     number: jax.Array
     empty: Stream
+    head_axis: str | None
 
     def tick(self, carry: Carry, rows: dict[str, jax.Array]) -> tuple[Carry, None]:
         """Run one tick, given a row of each column of the table, `[stage]`."""
@@ -132,7 +139,8 @@ class _Stage:
         arrived = self._send(output, by=1)  # while the backward task computes
         gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
         slots = {"inputs": inputs, "saved": saved, "gradients": gradients}
-        sent_back, totals = self._run_backward(carry["totals"], row, slots)
+        d_output, totals = self._run_head(carry["totals"], rows, saved)
+        sent_back, totals = self._run_backward(totals, row, slots, d_output)
         d_chunks, d_shared, sums = totals
         d_shared = self._run_embedding_backward(d_shared, rows, sent_back)
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
@@ -189,16 +197,94 @@ class _Stage:
 
         return cond(row["forward"] >= 0, forward, idle, saved)
 
+    def _run_head(
+        self, totals: Any, rows: dict[str, jax.Array], saved: Any
+    ) -> tuple[Stream | None, Any]:
+        """Return the gradient of the output of the last virtual stage, and totals.
+
+        If the output is not kept, the loss is a part of the backward task, which computes it.
+        """
+        i, chunk = rows["backward"][-1], rows["backward_chunk"][-1]
+        kept = read_slot(saved, rows["backward_saved_slot"][-1])
+        at = self._at(i, chunk)
+        output = self.layers.output(at, kept)
+        if output is None:
+            return None, totals
+        d_chunks, d_shared, sums = totals
+
+        def head(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
+            return self._gradient_of_loss(at, self._of_last_stage(output), d_shared, sums)
+
+        def idle(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
+            return self.empty, d_shared, sums
+
+        def last_stage_head(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
+            return head(d_shared, sums)
+
+        has_head = (i >= 0) & (chunk == self.table.chunks - 1)
+        branch = head
+        if self.head_axis is None:
+            has_head &= self._is_last_stage
+            branch = last_stage_head
+        d_output, d_shared, sums = cond(has_head, branch, idle, d_shared, sums)
+        return d_output, (d_chunks, d_shared, sums)
+
+    @property
+    def _is_last_stage(self) -> jax.Array:
+        return self.number == self.table.stages - 1
+
+    def _of_last_stage(self, x: Any) -> Any:
+        """Return arrays of the last stage: on all stages, if they compute the logits."""
+        if self.head_axis is None:
+            return x
+        return sum_of_stages(self._zero_elsewhere(x), "output of the last stage")
+
+    def _zero_elsewhere(self, x: Any) -> Any:
+        """Return arrays of the last stage, and zeros on the others."""
+        return jax.tree.map(lambda x: jnp.where(self._is_last_stage, x, jnp.zeros_like(x)), x)
+
+    def _gradient_of_loss(
+        self, at: Microbatch, output: Stream, d_shared: Any, sums: Sums
+    ) -> tuple[Stream, Any, Sums]:
+        """Return the gradient of the last output, and totals with those of the loss added.
+
+        If all stages compute the logits, the loss of the last one counts. Its gradient returns
+        through the logits of all stages.
+        """
+
+        def loss(shared: Any, output: Stream) -> tuple[jax.Array, Sums]:
+            return self.model.head(shared, output, at.number, over=self.head_axis)
+
+        _, pull, found = jax.vjp(loss, at.shared, output, has_aux=True)
+        scale = self.scale
+        if self.head_axis is not None:
+            scale, found = self._zero_elsewhere((scale, found))
+        d_own, d_output = pull(scale)
+        if self.head_axis is not None:
+            d_output = sum_of_stages(d_output, "gradient of the last output")
+        d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
+        sums = accumulate_at(sums, found, self._version(at.number))
+        return d_output, d_shared, sums
+
     def _run_backward(
-        self, totals: Any, row: dict[str, jax.Array], slots: Mapping[str, Any]
+        self,
+        totals: Any,
+        row: dict[str, jax.Array],
+        slots: Mapping[str, Any],
+        d_output: Stream | None,
     ) -> tuple[Stream, Any]:
-        """Run the backward task, if there is one; return the gradient of its input, and totals."""
+        """Run the backward task, if there is one; return the gradient of its input, and totals.
+
+        Args:
+            d_output: From `_run_head`.
+        """
 
         def backward(kept: Any, totals: Any) -> tuple[Stream, Any]:
             at = self._at(row["backward"], row["backward_chunk"])
             stream = read_slot(slots["inputs"], row["backward_slot"])
             left, pull = self.layers.backward(at, stream, kept)
-            d_left, totals = self._output_gradient(row, slots["gradients"], at, left, totals)
+            arrived = read_slot(slots["gradients"], row["gradient_slot"])
+            d_left, totals = self._output_gradient(at, left, arrived, d_output, totals)
             d_layers, d_own, d_entered = pull(d_left)
             d_chunks, d_shared, sums = totals
             d_chunks = accumulate_at(d_chunks, d_layers, self._group(at.number, at.chunk))
@@ -212,32 +298,23 @@ class _Stage:
         return cond(row["backward"] >= 0, backward, idle, kept, totals)
 
     def _output_gradient(
-        self, row: dict[str, jax.Array], gradients: Any, at: Microbatch, left: Stream, totals: Any
+        self, at: Microbatch, left: Stream, arrived: Stream, d_output: Stream | None, totals: Any
     ) -> tuple[Stream, Any]:
         """Return the gradient of the output of a backward task, and totals.
 
-        The last virtual stage starts from the loss, and adds the sums of the loss and the gradient
-        of its parameters to the totals; others have the gradient from the next stage.
+        It has arrived from the next stage, but for the last virtual stage.
         """
+        is_last = self._is_last_stage & (at.chunk == self.table.chunks - 1)
+        if d_output is not None:
+            return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), d_output, arrived), totals
         d_chunks, d_shared, sums = totals
 
         def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            _, pull, found = jax.vjp(
-                lambda shared, x: self.model.head(shared, x, at.number),
-                at.shared,
-                left,
-                has_aux=True,
-            )
-            d_own, d_left = pull(self.scale)
-            d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
-            sums = accumulate_at(sums, found, self._version(at.number))
-            return d_left, d_shared, sums
+            return self._gradient_of_loss(at, left, d_shared, sums)
 
         def from_next_stage(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            return read_slot(gradients, row["gradient_slot"]), d_shared, sums
+            return arrived, d_shared, sums
 
-        is_last_stage = self.number == self.table.stages - 1
-        is_last = is_last_stage & (row["backward_chunk"] == self.table.chunks - 1)
         d_left, d_shared, sums = cond(is_last, from_loss, from_next_stage, d_shared, sums)
         return d_left, (d_chunks, d_shared, sums)
 
@@ -273,6 +350,16 @@ def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
             pairs.append((source, target))
     with in_scope(comm_scope("pipeline, from stage to stage")):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
+
+
+def sum_of_stages(arrays: Any, what: str = "sums of all stages") -> Any:
+    """Sum over stages.
+
+    Args:
+        what: What is summed, for the audit of collectives.
+    """
+    with in_scope(comm_scope(f"pipeline, {what}")):
+        return jax.lax.psum(arrays, AXIS)
 
 
 def zeros(like: Any, *leading: int) -> Any:

@@ -22,7 +22,7 @@ from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, enter_all
 from spmd.model_interface.model import NO_PIPELINE
 from spmd.pipeline.branches import cond
-from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
+from spmd.pipeline.executor import first_carry, run_ticks, shift, sum_of_stages, zeros
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
@@ -31,7 +31,6 @@ from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.manual import shard_map_over
-from spmd.plan.scopes import comm_scope, in_scope
 
 _PER_MICROBATCH = "pipeline(…, per_microbatch=True) for the loss of each microbatch"
 
@@ -185,9 +184,3 @@ def _forward(
     ticks = jnp.arange(microbatches + stages - 1)
     (_, sums), _ = jax.lax.scan(tick, (empty, no_sums), ticks)
     return sum_of_stages(sums)
-
-
-def sum_of_stages(sums: Sums) -> Sums:
-    """Sum over stages."""
-    with in_scope(comm_scope("pipeline, sums of all stages")):
-        return jax.lax.psum(sums, AXIS)

@@ -24,8 +24,8 @@ from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.jaxpr.dependence import needed_inputs
 from spmd.jaxpr.forwarding import forwarded_inputs
-from spmd.layers.lm_head import lazy_logits
-from spmd.model_interface.model import NO_PIPELINE, LayeredModel, as_outputs
+from spmd.layers.lm_head import LazyLogits, lazy_logits
+from spmd.model_interface.model import NO_PIPELINE, LayeredModel, Outputs, as_outputs
 from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
@@ -227,27 +227,47 @@ class StageModel:
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         return Stream(x, jax.tree.map(put, stream.values, values))
 
-    def head(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
-        """Return the loss and all sums."""
-        loss, layered = in_parts(self.loss_fn)
-        _, others = self.variables
+    def head(
+        self, shared: Any, stream: Stream, i: jax.Array, *, over: str | None = None
+    ) -> tuple[jax.Array, Sums]:
+        """Return the loss and all sums.
+
+        Args:
+            over: The axis whose devices compute the logits of some words each, as `LazyLogits.over`.
+        """
+        loss, _ = in_parts(self.loss_fn)
 
         def finish(params: Any, variables: Any, batch: Any, key: jax.Array, stream: Stream) -> Sums:
-            values = [stream.values]
-            if layered.outputs_take_context or others.changing:
-                (_, context), variables = self._embed_inputs(params, variables, batch, key)
-            if layered.outputs_take_context:
-                values.append(context)
             with lazy_logits():
-                returned = layered.compute_outputs(
-                    params, variables, stream.x, *values, train=loss.train
-                )
-                outputs, _ = _with_variables(returned, "compute_outputs", variables)
-                return loss.sums(as_outputs(outputs), batch)
+                outputs = self._outputs(params, variables, batch, key, stream)
+                return loss.sums(_divided(outputs, over), batch)
 
         arrays = self._some_arrays(shared, i)
         sums = partition_safe(finish)(*arrays, *self._read(i), stream)
         return sums["loss"], sums
+
+    def has_lazy_logits(self, shared: Any, stream: Stream) -> bool:
+        """Return whether the model leaves the product with the vocabulary to the loss."""
+        first = jnp.int32(0)
+        arrays = self._some_arrays(shared, first)
+        with lazy_logits():
+            outputs = jax.eval_shape(self._outputs, *arrays, *self._read(first), stream)
+        return any(map(_is_lazy, jax.tree.leaves(outputs, is_leaf=_is_lazy)))
+
+    def _outputs(
+        self, params: Any, variables: Any, batch: Any, key: jax.Array, stream: Stream
+    ) -> Outputs:
+        """Return the outputs of the model, from the stream after all layers."""
+        loss, layered = in_parts(self.loss_fn)
+        _, others = self.variables
+        values = [stream.values]
+        if layered.outputs_take_context or others.changing:
+            (_, context), variables = self._embed_inputs(params, variables, batch, key)
+        if layered.outputs_take_context:
+            values.append(context)
+        returned = layered.compute_outputs(params, variables, stream.x, *values, train=loss.train)
+        outputs, _ = _with_variables(returned, "compute_outputs", variables)
+        return as_outputs(outputs)
 
     def _embed_inputs(
         self, params: Any, variables: Any, batch: Any, key: jax.Array
@@ -283,6 +303,21 @@ class StageModel:
         own_params, own_variables = layers
         _, others = self.variables
         return tree.merge(own_params, shared), tree.merge(own_variables, others.at(i))
+
+
+def _is_lazy(node: Any) -> bool:
+    return isinstance(node, LazyLogits)
+
+
+def _divided(outputs: Outputs, over: str | None) -> Outputs:
+    """Return outputs with logits whose words are divided over an axis."""
+
+    def divide(node: Any) -> Any:
+        if _is_lazy(node):
+            return dataclasses.replace(node, over=over)
+        return node
+
+    return jax.tree.map(divide, outputs, is_leaf=_is_lazy)
 
 
 def _with_variables(returned: Any, part: str, variables: Any) -> tuple[Any, Any]:

@@ -53,6 +53,9 @@ class StageLayers(Protocol):
     def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
         """Return the stage's output, and the arrays to keep."""
 
+    def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> Stream | None:
+        """Return the stage's output from the arrays kept; None if only `backward` has it."""
+
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]
     ) -> tuple[Stream, Derivative]:
@@ -70,6 +73,10 @@ class RecomputedLayers:
     def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
         """Return the stage's output; nothing is kept."""
         return self.model.run_layers(at.layers, at.shared, stream, at.number, at.chunk), ()
+
+    def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> None:
+        """Return None: the backward task computes the output."""
+        del at, saved
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]
@@ -101,6 +108,7 @@ class SavedLayers:
         self._is_saved = dependent_outputs(program, [False] * others + [True] * of_stream)
         _check_memory(itertools.compress(program.out_avals, self._is_saved))
         self.saved = tuple(itertools.compress(results, self._is_saved))
+        self._empty = stream
         self._program = program
         is_again = [not is_saved for is_saved in self._is_saved]
         part, _ = dce_jaxpr(program.jaxpr, is_again, instantiate=True)
@@ -111,6 +119,11 @@ class SavedLayers:
         results = jaxpr_as_fun(self._program)(*jax.tree.leaves((at, stream)))
         output, _ = self._unflatten(results)
         return output, tuple(itertools.compress(results, self._is_saved))
+
+    def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> Stream:
+        """Return the stage's output from the arrays kept."""
+        output, _ = self.backward(at, self._empty, saved)
+        return output
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]

@@ -95,7 +95,8 @@ class TickTable:
     def taken(self) -> dict[str, Fraction]:
         """Share of ticks with a branch taken by the busiest stage, by the scope of the branch.
 
-        The share of `from_loss` is of backward tasks, that of `more_layers` of tasks of the stages
+        `head` is a branch of its own if what remat saves is kept, otherwise `from_loss`, in a
+        backward task. The share of `from_loss` is of backward tasks, that of `more_layers` of tasks of the stages
         with the most layers.
         """
         return self._shares(lambda tasks: int(tasks.sum(axis=0).max()))
@@ -113,7 +114,9 @@ class TickTable:
             "pipeline_backward": backward,
             "pipeline_embedding": (forward & (self.forward_chunk == 0))[:, :1],
             "pipeline_embedding_backward": (backward & (self.backward_chunk == 0))[:, :1],
+            "pipeline_head": (backward & (self.backward_chunk == self.chunks - 1))[:, -1:],
         }
+        branches["pipeline_last_stage_head"] = branches["pipeline_head"]
         shares = dict[str, Fraction]()
         for name, tasks in branches.items():
             shares[name] = Fraction(count(tasks), self.ticks)
