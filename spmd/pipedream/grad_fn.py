@@ -27,8 +27,9 @@ from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, GradTransform, StateArray
 from spmd.model_interface.model import NO_PIPELINE, PRNG, abstract_key
 from spmd.pipeline.executor import Carry as TickCarry
-from spmd.pipeline.executor import first_carry, run_ticks, sum_of_stages
+from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages
+from spmd.pipeline.head import sum_of_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition

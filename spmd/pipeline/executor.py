@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd.gradients.losses import Sums
 from spmd.pipeline.branches import cond
+from spmd.pipeline.head import Head
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
 from spmd.pipeline.stage_layers import Microbatch, RecomputedLayers, SavedLayers, StageLayers
@@ -92,10 +93,10 @@ def run_ticks(
     """
     number = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    head_axis = None
-    if layers.saved and model.has_lazy_logits(jax.tree.map(lambda x: x[0], shared), empty):
-        head_axis = AXIS
-    stage = _Stage(model, layers, chunks, shared, scale, table, number, empty, head_axis)
+    head = Head.of_last_stage(model)
+    if layers.saved:
+        head = Head.of_all_stages(model, jax.tree.map(lambda x: x[0], shared), empty)
+    stage = _Stage(model, layers, head, chunks, shared, scale, table, number, empty)
     columns = jax.tree.map(jnp.asarray, table.columns)
     carry, _ = jax.lax.scan(stage.tick, carry, columns)
     return carry
@@ -110,24 +111,23 @@ class _Stage:
 
     Attributes:
         layers: The tasks of its layers.
+        head: The loss.
         chunks: Layers of the stage, `[version · chunk, layer, …]`.
         shared: All other parameters, `[version, …]`.
         scale: Factor of the loss.
         number: Number of the stage, on its devices.
         empty: A stream of zeros.
-        head_axis: The axis of the stages, if all of them compute logits, of some words each; None
-            if the last one does.
     """
 
     model: StageModel
     layers: StageLayers
+    head: Head
     chunks: Any
     shared: Any
     scale: jax.Array
     table: TickTable
     number: jax.Array
     empty: Stream
-    head_axis: str | None
 
     def tick(self, carry: Carry, rows: dict[str, jax.Array]) -> tuple[Carry, None]:
         """Run one tick, given a row of each column of the table, `[stage]`."""
@@ -212,56 +212,21 @@ class _Stage:
             return None, totals
         d_chunks, d_shared, sums = totals
 
-        def head(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            return self._gradient_of_loss(at, self._of_last_stage(output), d_shared, sums)
+        def add(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
+            return self._add_loss(at, output, d_shared, sums)
 
         def idle(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
             return self.empty, d_shared, sums
 
-        def last_stage_head(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            return head(d_shared, sums)
-
-        has_head = (i >= 0) & (chunk == self.table.chunks - 1)
-        branch = head
-        if self.head_axis is None:
-            has_head &= self._is_last_stage
-            branch = last_stage_head
-        d_output, d_shared, sums = cond(has_head, branch, idle, d_shared, sums)
+        is_due = (i >= 0) & (chunk == self.table.chunks - 1)
+        d_output, d_shared, sums = self.head.run(is_due, add, idle, d_shared, sums)
         return d_output, (d_chunks, d_shared, sums)
 
-    @property
-    def _is_last_stage(self) -> jax.Array:
-        return self.number == self.table.stages - 1
-
-    def _of_last_stage(self, x: Any) -> Any:
-        """Return arrays of the last stage: on all stages, if they compute the logits."""
-        if self.head_axis is None:
-            return x
-        return sum_of_stages(self._zero_elsewhere(x), "output of the last stage")
-
-    def _zero_elsewhere(self, x: Any) -> Any:
-        """Return arrays of the last stage, and zeros on the others."""
-        return jax.tree.map(lambda x: jnp.where(self._is_last_stage, x, jnp.zeros_like(x)), x)
-
-    def _gradient_of_loss(
+    def _add_loss(
         self, at: Microbatch, output: Stream, d_shared: Any, sums: Sums
     ) -> tuple[Stream, Any, Sums]:
-        """Return the gradient of the last output, and totals with those of the loss added.
-
-        If all stages compute the logits, the loss of the last one counts. Its gradient returns
-        through the logits of all stages.
-        """
-
-        def loss(shared: Any, output: Stream) -> tuple[jax.Array, Sums]:
-            return self.model.head(shared, output, at.number, over=self.head_axis)
-
-        _, pull, found = jax.vjp(loss, at.shared, output, has_aux=True)
-        scale = self.scale
-        if self.head_axis is not None:
-            scale, found = self._zero_elsewhere((scale, found))
-        d_own, d_output = pull(scale)
-        if self.head_axis is not None:
-            d_output = sum_of_stages(d_output, "gradient of the last output")
+        """Return the gradient of the last output, and totals with those of the loss added."""
+        d_own, d_output, found = self.head.gradients(at.shared, output, at.number, self.scale)
         d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
         sums = accumulate_at(sums, found, self._version(at.number))
         return d_output, d_shared, sums
@@ -304,13 +269,13 @@ class _Stage:
 
         It has arrived from the next stage, but for the last virtual stage.
         """
-        is_last = self._is_last_stage & (at.chunk == self.table.chunks - 1)
+        is_last = self.head.is_last & (at.chunk == self.table.chunks - 1)
         if d_output is not None:
             return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), d_output, arrived), totals
         d_chunks, d_shared, sums = totals
 
         def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            return self._gradient_of_loss(at, left, d_shared, sums)
+            return self._add_loss(at, left, d_shared, sums)
 
         def from_next_stage(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
             return arrived, d_shared, sums
@@ -350,16 +315,6 @@ def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
             pairs.append((source, target))
     with in_scope(comm_scope("pipeline, from stage to stage")):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
-
-
-def sum_of_stages(arrays: Any, what: str = "sums of all stages") -> Any:
-    """Sum over stages.
-
-    Args:
-        what: What is summed, for the audit of collectives.
-    """
-    with in_scope(comm_scope(f"pipeline, {what}")):
-        return jax.lax.psum(arrays, AXIS)
 
 
 def zeros(like: Any, *leading: int) -> Any:

@@ -22,7 +22,8 @@ from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, enter_all
 from spmd.model_interface.model import NO_PIPELINE
 from spmd.pipeline.branches import cond
-from spmd.pipeline.executor import first_carry, run_ticks, shift, sum_of_stages, zeros
+from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
+from spmd.pipeline.head import Head, sum_of_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
@@ -157,6 +158,7 @@ def _forward(
     stream_shape, sums_shape = model.shapes(jax.tree.map(lambda w: w[None], shared))
     empty = zeros(stream_shape)
     no_sums = zeros(sums_shape)
+    head = Head.of_all_stages(model, shared, stream_shape)
 
     def tick(carry: tuple[Stream, Sums], t: jax.Array) -> tuple[tuple[Stream, Sums], None]:
         arrived, sums = carry
@@ -174,11 +176,12 @@ def _forward(
 
         left = cond(is_busy, forward, lambda: empty)
 
-        def head(sums: Sums) -> Sums:
-            _, found = model.head(shared, left, i)
-            return jax.tree.map(jnp.add, sums, found)
+        last = t - (stages - 1)  # the microbatch of the last stage
 
-        sums = cond((i >= 0) & (stage == stages - 1), head, lambda sums: sums, sums)
+        def add_loss(sums: Sums) -> Sums:
+            return jax.tree.map(jnp.add, sums, head.sums(shared, left, last))
+
+        sums = head.run(last >= 0, add_loss, lambda sums: sums, sums)
         return (shift(left, stages, 1), sums), None
 
     ticks = jnp.arange(microbatches + stages - 1)
