@@ -4,6 +4,7 @@ A `LossFn` returns *sums* over the tokens of its batch. The step divides once by
 a mean of means would depend on how padding is distributed over the mesh.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -312,14 +313,22 @@ class ModelLoss(ModelInputs):
 
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         """Return the sums of a batch, and the updated variables."""
-        batch = self.prepare(batch)
-        position_aware = self.model.info().position_aware
-        with zigzag_batch(batch, position_aware=position_aware) as batch, lazy_logits():
+        with self.ordered(batch) as batch, lazy_logits():
             inputs, keywords = self.arguments(batch)
             returned, variables = self.model.forward(
                 params, variables, key, *inputs, train=self.train, **keywords
             )
             return self.sums(as_outputs(returned), batch), variables
+
+    @contextlib.contextmanager
+    def ordered(self, batch: Any) -> Iterator[Any]:
+        """Prepare a batch for the model, with its tokens in the order of the attention.
+
+        The order holds for what is traced inside the `with`.
+        """
+        position_aware = self.model.info().position_aware
+        with zigzag_batch(self.prepare(batch), position_aware=position_aware) as batch:
+            yield batch
 
 
 def valid_tokens(batch: Any) -> Bool[Array, "batch seq"] | None:

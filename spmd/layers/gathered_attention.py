@@ -18,7 +18,7 @@ from spmd.chips import SplashBlocks
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.ring_attention import Segments, Sinks, check_division
 from spmd.layers.splash_attention import Queries, splash_attention
-from spmd.plan.manual import shard_map_over, split_axes
+from spmd.plan.manual import permute, shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 _BLOCKS = SplashBlocks()
@@ -119,7 +119,7 @@ def _gather(
         # The last device has the first late block. Mirrored, late blocks come in their own order.
         devices = range(queries.devices)
         mirror = list(zip(devices, reversed(devices), strict=True))
-        late = jax.lax.ppermute(late, "sequence", mirror)
+        late = permute(late, "sequence", mirror)
         blocks = jnp.stack([early, late], axis=1)
     gathered = jax.lax.all_gather(blocks, "sequence")  # [device, batch, early or late, block, …]
     in_order = jnp.moveaxis(gathered, 0, 2)

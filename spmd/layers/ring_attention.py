@@ -40,7 +40,7 @@ from spmd.layers.blockwise_attention import (
     update_softmax,
 )
 from spmd.layers.zigzag import zigzag
-from spmd.plan.manual import shard_map_over, split_axes
+from spmd.plan.manual import permute, shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Sinks = Float[Array, "heads"] | None
@@ -76,7 +76,7 @@ class Ring:
     def rotate(self, arrays: Any) -> Any:
         """Send each device's arrays to the next device."""
         path = [(i, (i + 1) % self.devices) for i in range(self.devices)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, "sequence", path), arrays)
+        return jax.tree.map(lambda x: permute(x, "sequence", path), arrays)
 
     def block(self, local: int) -> int:
         """Return the number of contiguous tokens in a block, for `local` tokens of a device."""

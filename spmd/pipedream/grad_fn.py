@@ -59,20 +59,24 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
             raise ConfigError(NO_PIPELINE, [problem])
         flight = states[InFlight.name]
         data = {"batch": batch, "key": jax.random.key_data(key)}
+        loss, _ = in_parts(loss_fn)
 
-        def arrays_of(params: Any, data: Any) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
+        def arrays_of(
+            params: Any, data: Any, ordered: Any
+        ) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
-            targets = grad_targets(params)
-            return _partition(loss_fn, table, targets, carry.variables, data["batch"], key)
+            given = grad_targets(params), carry.variables, data["batch"], ordered, key
+            return _partition(loss_fn, table, *given)
 
-        split, (layers, *others) = arrays_of(params, data)
-        _, (layers_before, *others_before) = arrays_of(flight["params"], flight["data"])
-        local = functools.partial(_run_batch, loss_fn=loss_fn, table=table, split=split)
-        out_specs = P(AXIS), P(AXIS), P(), P(AXIS)
-        staged = layers, layers_before, flight["stages"]
-        d_layers, d_shared, sums, stages = shard_over_stages(
-            local, out_specs, staged, tuple(others), tuple(others_before)
-        )
+        with loss.ordered(batch) as now, loss.ordered(flight["data"]["batch"]) as before:
+            split, (layers, *others) = arrays_of(params, data, now)
+            _, (layers_before, *others_before) = arrays_of(flight["params"], flight["data"], before)
+            local = functools.partial(_run_batch, loss_fn=loss_fn, table=table, split=split)
+            out_specs = P(AXIS), P(AXIS), P(), P(AXIS)
+            staged = layers, layers_before, flight["stages"]
+            d_layers, d_shared, sums, stages = shard_over_stages(
+                local, out_specs, staged, tuple(others), tuple(others_before)
+            )
         after = {"params": params, "data": data, "stages": stages}
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
         return gradients, sums, carry.with_state(InFlight.name, after)
@@ -81,7 +85,13 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
 
 
 def _partition(
-    loss_fn: LossFn, table: TickTable, params: Any, variables: Any, batch: Any, key: Any
+    loss_fn: LossFn,
+    table: TickTable,
+    params: Any,
+    variables: Any,
+    batch: Any,
+    ordered: Any,
+    key: Any,
 ) -> tuple[LayerSplit, tuple[Any, Any, Any]]:
     """Split arrays as `partition` does, with one chunk on each stage.
 
@@ -95,6 +105,7 @@ def _partition(
         params,
         variables,
         batch,
+        ordered,
         key,
         stages=table.stages,
         chunks=1,
@@ -269,11 +280,12 @@ class InFlight(GradTransform):
         """Return the abstract carry of one stage between steps."""
         loss_fn = self.loss_fn
         table = self.table
+        loss, _ = in_parts(loss_fn)
 
         def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:
-            with use_plan(plan):
-                targets = grad_targets(params)
-                split, arrays = _partition(loss_fn, table, targets, variables, batch, key)
+            with use_plan(plan), loss.ordered(batch) as ordered:
+                given = grad_targets(params), variables, batch, ordered, key
+                split, arrays = _partition(loss_fn, table, *given)
                 (layers, of_layers), (shared, others), parts = arrays
                 layers, of_layers = jax.tree.map(
                     lambda w: w[: w.shape[0] // table.stages], (layers, of_layers)

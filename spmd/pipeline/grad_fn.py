@@ -52,11 +52,18 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
     loss = LossReader(loss_fn)
 
     def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        in_stages, _ = in_parts(loss_fn)
+        with in_stages.ordered(batch) as ordered:
+            return grad_of_ordered(params, carry, batch, ordered, key)
+
+    def grad_of_ordered(
+        params: Any, carry: Carry, batch: Any, ordered: Any, key: jax.Array
+    ) -> tuple[Any, Sums, Carry]:
         own = carry.variables
-        in_parts(loss_fn)
         first = first_microbatch(batch, table.microbatches)
         counts = table.stages, table.chunks, table.microbatches
-        split, arrays, after = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
+        given = grad_targets(params), own, batch, ordered, key
+        split, arrays, after = partition(loss_fn, *given, *counts)
         checked, variables = params, own
         if not split.is_even:  # in a region manual over `pipe`, only stages have whole layers
             layers, of_layers = arrays[0]
@@ -107,10 +114,14 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """Return a loss function for evaluation: microbatches pass through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        counts = stages, 1, microbatches
-        split, arrays, after = partition(loss_fn, params, variables, batch, key, *counts)
-        local = functools.partial(_forward, loss_fn=loss_fn, split=split, microbatches=microbatches)
-        return shard_over_stages(local, P(), *arrays), after
+        in_stages, _ = in_parts(loss_fn)
+        with in_stages.ordered(batch) as ordered:
+            given = params, variables, batch, ordered, key
+            split, arrays, after = partition(loss_fn, *given, stages, 1, microbatches)
+            local = functools.partial(
+                _forward, loss_fn=loss_fn, split=split, microbatches=microbatches
+            )
+            return shard_over_stages(local, P(), *arrays), after
 
     return pipelined_loss
 

@@ -40,7 +40,7 @@ class LayerSplit:
     def of(cls, layers: int, stages: int, chunks: int) -> "LayerSplit":
         """Divide layers as equally as possible.
 
-        The last virtual stages have one layer less: the last stage computes the head, too.
+        The last virtual stages have one layer less: the last stage may compute the head, too.
 
         Example:
             >>> LayerSplit.of(126, 8, 1).counts

@@ -369,6 +369,7 @@ def partition(
     params: Any,
     variables: Any,
     batch: Any,
+    ordered: Any,
     key: jax.Array,
     stages: int,
     chunks: int,
@@ -378,6 +379,9 @@ def partition(
 
     The first two are pairs: parameters, and `MicrobatchVariables`. The last result are the
     variables after all microbatches.
+
+    Args:
+        ordered: The batch as the model takes it, from `ModelLoss.ordered`.
 
     Raises:
         ConfigError: All reasons why the model cannot be split into these stages.
@@ -402,7 +406,7 @@ def partition(
     of_stages = layers, of_layers
     if not split.is_even:
         of_stages = split.to_stages(layers), of_layers.map(split.to_stages)
-    batches = _stack_microbatches(loss.prepare(batch), microbatches)
+    batches = _stack_microbatches(ordered, microbatches)
     keys = jax.random.split(key, microbatches)
     others = gather_over_stages(shared), of_others.map(gather_over_stages)
     return split, (of_stages, others, (batches, keys)), after
@@ -439,13 +443,6 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
     if size != stages:
         detail = f"mesh.pipe = {size}"
         yield Problem("schedule", f"is for {stages} stages", detail, "make it for the mesh")
-    if context.attention.is_ring:
-        yield Problem(
-            "context",
-            "is a ring, which would send keys and values inside a stage's task, where XLA:CPU "
-            "waits for all stages",
-            fix='context="all-to-all", or "gather" on TPUs',
-        )
 
 
 def _stack_problems(layers: Any, stages: int, chunks: int) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Regions manual over axes of the mesh (`jax.shard_map`): their axes, specs and collectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -12,7 +12,7 @@ from spmd.plan.context import current
 from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.collectives import gather_dims
 from spmd.sharding.dims import Dims
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, is_cpu
 
 F = TypeVar("F", bound=Callable)
 
@@ -101,6 +101,22 @@ def psum(x: Array, axes: tuple[str, ...]) -> Array:
     if not axes:
         return x
     return jax.lax.psum(x, axes)
+
+
+def permute(x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
+    """Send each device's array along an axis, by pairs of a source and a target, each once.
+
+    Stages of a pipeline on simulated devices gather the arrays instead, and read one: in their
+    tasks a permute of XLA:CPU waits for stages that have none.
+    """
+    mesh = current().mesh
+    is_stage = "pipe" in manual_axes()
+    if not (is_stage and is_cpu(mesh)):
+        return jax.lax.ppermute(x, axis, pairs)
+    source_of = {target: source for source, target in pairs}
+    sources = jnp.asarray([source_of[target] for target in sorted(source_of)])
+    own = sources[jax.lax.axis_index(axis)]
+    return jax.lax.dynamic_index_in_dim(jax.lax.all_gather(x, axis), own, keepdims=False)
 
 
 def batch_sum(x: Array) -> Array:

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from jax.sharding import use_abstract_mesh
 
 from spmd.errors import Problem
 from spmd.jaxpr.source import equation_line
@@ -21,7 +21,7 @@ from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 from spmd.plan.context import keep_whole
 from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.scopes import read_fault
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, is_cpu, shards_of
 
 Formula = Callable[..., Any]
 """A function of an operation's operands that returns its results."""
@@ -67,9 +67,7 @@ def _has_windows(operation: Operation, mesh: AnyMesh) -> bool:
 
 
 def _is_cpu_transform(operation: Operation, mesh: AnyMesh) -> bool:
-    if operation.primitive != "fft" or not isinstance(mesh, Mesh):
-        return False
-    return mesh.devices.flat[0].platform == "cpu"
+    return operation.primitive == "fft" and is_cpu(mesh)
 
 
 def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:

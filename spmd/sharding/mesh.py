@@ -296,6 +296,11 @@ def is_tpu(mesh: AnyMesh | None) -> TypeGuard[Mesh]:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith("TPU")
 
 
+def is_cpu(mesh: AnyMesh | None) -> bool:
+    """Return whether a mesh has simulated devices."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
 def chip_of_mesh(mesh: AnyMesh | None) -> Chip:
     """Return the chip of a mesh's devices; one without facts for an abstract mesh."""
     if isinstance(mesh, Mesh):

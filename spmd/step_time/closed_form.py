@@ -445,3 +445,5 @@ def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
     yield _Transfer(("expert",), "all-to-all", routed, layers * (4 + 2 * again))
     yield from _attention_transfers(work, tokens, layers)
     yield _Transfer(("pipe",), "collective-permute", stream / tensor, 2)
+    if not work.stages_again:  # the stream to the logits of all stages, and its gradient
+        yield _Transfer(("pipe",), "all-reduce", stream / tensor, 2)

@@ -146,7 +146,6 @@ def test_the_number_of_microbatches_follows_the_batch():
             "is 'zero-bubble'",
         ),
         ({"pipeline": spmd.PipelineConfig("nowhere.csv")}, "nowhere.csv"),
-        ({"mesh": spmd.MeshShape(pipe=2, sequence=2)}, 'context="all-to-all"'),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import ModelLoss, next_token_loss, token_inputs, token_losses
 from spmd.layers import lm_head
 from spmd.model_interface.model import Outputs
+from spmd.models.decoder import decoder_rules
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
@@ -65,6 +66,12 @@ LAYOUTS = {
 }
 
 
+def plan_of(config, **axes):
+    """A plan with the table of the config, which has a row for a bias."""
+    rules = decoder_rules(config)
+    return spmd.make_plan(tiny.mesh(**axes), rules, tiny.model(config), OPTIMIZER)
+
+
 def grad_of(loss_fn, stages, schedule="1f1b"):
     chunks = 2 if schedule == "interleaved" else 1
     return pipeline(loss_fn, tabulate(make_schedule(schedule, stages, MICROBATCHES, chunks)))
@@ -76,14 +83,14 @@ def alone(case):
     loss_fn = make_loss(tiny.model(config))
     batches = token_batches((16, 16), config.vocab, steps=2)
     grad_fn = accumulate(value_and_grad(loss_fn), MICROBATCHES)
-    return loss_fn, Reference(tiny.plan(config, OPTIMIZER), grad_fn, batches)
+    return loss_fn, Reference(plan_of(config), grad_fn, batches)
 
 
 def parity(case, layout, schedule="1f1b"):
     config, _ = CASES[case]
     stages, axes = LAYOUTS[layout]
     loss_fn, reference = alone(case)
-    plan = tiny.plan(config, OPTIMIZER, pipe=stages, **axes)
+    plan = plan_of(config, pipe=stages, **axes)
     return reference.compare(plan, grad_of(loss_fn, stages, schedule), tolerance=REORDERED)
 
 
@@ -157,7 +164,7 @@ def product_sizes(loss_fn, plan, vocab):
 def test_a_stage_multiplies_its_words_alone():
     """Read from the traced step: 20 of 80 words; all of them where the model returns an array."""
     config = tiny.replaced(layers=4, vocab=80)
-    own = product_sizes(tiny.loss_fn(config), tiny.plan(config, OPTIMIZER, pipe=4, fsdp=2), 80)
+    own = product_sizes(tiny.loss_fn(config), plan_of(config, pipe=4, fsdp=2), 80)
     assert 20 in own
     assert 80 not in own
     model = spmd.from_nnx(lambda rngs: Plain(rngs, 80))
@@ -179,8 +186,8 @@ def test_evaluation_divides_words(case):
         placed = place_batch(plan, batch)
         return jax.device_get(make_eval_step(plan, loss_fn)(state.params, state.variables, placed))
 
-    expected = sums(tiny.plan(config, OPTIMIZER), loss_fn)
-    plan = tiny.plan(config, OPTIMIZER, pipe=4, tensor=2)
+    expected = sums(plan_of(config), loss_fn)
+    plan = plan_of(config, pipe=4, tensor=2)
     found = sums(plan, pipelined(loss_fn, 4, MICROBATCHES))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)

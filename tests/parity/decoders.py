@@ -59,18 +59,16 @@ def _in_stages(job: Job, stages: int) -> GradFn:
 def compare(config: DecoderConfig, *, steps: int = 1, bug: str = "", **sizes: int) -> Parity:
     """A decoder on a mesh of these sizes against one device, with a bug of `BUGS` if given.
 
-    Stages take their microbatches as one device does, and exchange heads for tokens.
+    Stages take their microbatches as one device does.
     """
     stages = sizes.get("pipe", 1)
     if stages == 1:
         job = job_of(config, 1, steps)
         grad_fn = job.grad_fn
-        context = "ring"
     else:
         job = job_of(config, MICROBATCHES, steps)
         grad_fn = _in_stages(job, stages)
-        context = "all-to-all"
     if bug:
         grad_fn = BUGS[bug](grad_fn)
-    options = (("context", context),)
+    options = (("context", "ring"),)
     return job.parity(grad_fn=grad_fn, options=options, tolerance=REORDERED, **sizes)

@@ -43,7 +43,7 @@ def is_possible(row: Row) -> bool:
     return (
         1 < math.prod(sizes.values()) <= DEVICES
         and not (row["expert"] != "1" and not row["model"].startswith("mixtral"))
-        and not (row["sequence"] == "ring" and (row["attention"] == "xla" or row["pipe"] != "1"))
+        and not (row["sequence"] == "ring" and row["attention"] == "xla")
         and not (offloads_params and (row["pipe"] != "1" or row["remat"] in ("none", "selective")))
     )
 
