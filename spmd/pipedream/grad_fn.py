@@ -29,12 +29,12 @@ from spmd.model_interface.model import NO_PIPELINE, PRNG, abstract_key
 from spmd.pipeline.executor import Carry as TickCarry
 from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages
-from spmd.pipeline.head import sum_of_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
+from spmd.pipeline.transfers import sum_of_stages
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.plan import ShardingPlan

@@ -24,13 +24,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd.gradients.losses import Sums
 from spmd.pipeline.branches import cond
+from spmd.pipeline.entrance import Entrance, Order, make_entrance
 from spmd.pipeline.head import Head
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
+from spmd.pipeline.partition import StageModel, Stream
+from spmd.pipeline.slots import (
+    accumulate_at,
+    put_slot,
+    read_slot,
+    select_chunk,
+    take_slot,
+    write_slot,
+    zeros,
+)
 from spmd.pipeline.stage_layers import Microbatch, RecomputedLayers, SavedLayers, StageLayers
 from spmd.pipeline.tick_table import IDLE, TickTable
+from spmd.pipeline.transfers import shift
 from spmd.plan.fsdp import zero_gradients
-from spmd.plan.scopes import comm_scope, in_scope
 
 SLOTS = "stage_slots"
 """The checkpoint name of the slots with a stage's inputs, what it keeps of them, and gradients."""
@@ -39,8 +49,9 @@ Carry = dict[str, Any]
 """The carry of the scan.
 
 It has slots for `inputs`, what is `saved` between tasks, and `gradients`; the streams `arrived`
-(from the previous stage) and `sent_back` (to it in the next tick); and `totals`: gradients of
-layers `[version · chunk, …]`, of all other parameters `[version, …]`, and sums `[version]`.
+(from the previous stage) and `sent_back` (to it in the next tick); what the entrance has `held`,
+within `run_ticks`; and `totals`: gradients of layers `[version · chunk, …]`, of all other
+parameters `[version, …]`, and sums `[version]`.
 """
 
 
@@ -96,9 +107,20 @@ def run_ticks(
     head = Head.of_last_stage(model)
     if layers.saved:
         head = Head.of_all_stages(model, jax.tree.map(lambda x: x[0], shared), empty)
-    stage = _Stage(model, layers, head, chunks, shared, scale, table, number, empty)
-    columns = jax.tree.map(jnp.asarray, table.columns)
-    carry, _ = jax.lax.scan(stage.tick, carry, columns)
+    entering = Order.of(table.forward[:, 0], table.forward_chunk[:, 0])
+    leaving = Order.of(table.backward[:, 0], table.backward_chunk[:, 0])
+    entrance = make_entrance(
+        model,
+        shared,
+        empty,
+        table.microbatches,
+        table.versions,
+        entering.microbatches,
+        leaving.microbatches,
+    )
+    stage = _Stage(model, layers, entrance, head, chunks, shared, scale, table, number, empty)
+    ticks = jax.tree.map(jnp.asarray, (table.columns, entering.places, leaving.places))
+    carry, _ = jax.lax.scan(stage.tick, {**carry, "held": entrance.held}, ticks)
     return carry
 
 
@@ -111,6 +133,7 @@ class _Stage:
 
     Attributes:
         layers: The tasks of its layers.
+        entrance: The inputs of the first stage.
         head: The loss.
         chunks: Layers of the stage, `[version · chunk, layer, …]`.
         shared: All other parameters, `[version, …]`.
@@ -121,6 +144,7 @@ class _Stage:
 
     model: StageModel
     layers: StageLayers
+    entrance: Entrance
     head: Head
     chunks: Any
     shared: Any
@@ -129,12 +153,23 @@ class _Stage:
     number: jax.Array
     empty: Stream
 
-    def tick(self, carry: Carry, rows: dict[str, jax.Array]) -> tuple[Carry, None]:
-        """Run one tick, given a row of each column of the table, `[stage]`."""
+    def tick(
+        self, carry: Carry, ticks: tuple[dict[str, jax.Array], jax.Array, jax.Array]
+    ) -> tuple[Carry, None]:
+        """Run one tick.
+
+        Args:
+            ticks: A row of each column of the table, `[stage]`; and the places of the microbatches
+                that enter and leave the first stage, from `Order`.
+        """
+        rows, entry, exit_ = ticks
+        held_inputs, held_gradients = carry["held"]
         row = {name: column[self.number] for name, column in rows.items()}
         gradient = self._send(carry["sent_back"], by=-1)  # while the forward task computes
         inputs = write_slot(carry["inputs"], row["receive_slot"], carry["arrived"])
-        inputs = self._write_embedding(inputs, rows, row)
+        entered, held_inputs = self.entrance.enter(held_inputs, entry)
+        slot = jnp.where((entry >= 0) & (self.number == 0), row["forward_slot"], IDLE)
+        inputs = write_slot(inputs, slot, entered)
         output, saved = self._run_forward(inputs, carry["saved"], row)
         arrived = self._send(output, by=1)  # while the backward task computes
         gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
@@ -142,10 +177,15 @@ class _Stage:
         d_output, totals = self._run_head(carry["totals"], rows, saved)
         sent_back, totals = self._run_backward(totals, row, slots, d_output)
         d_chunks, d_shared, sums = totals
-        d_shared = self._run_embedding_backward(d_shared, rows, sent_back)
+        d_shared, held_gradients = self.entrance.leave(held_gradients, exit_, sent_back, d_shared)
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
-        totals = d_chunks, d_shared, sums
-        return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
+        return {
+            **slots,
+            "held": (held_inputs, held_gradients),
+            "arrived": arrived,
+            "sent_back": sent_back,
+            "totals": (d_chunks, d_shared, sums),
+        }, None
 
     def _send(self, stream: Stream, by: int) -> Stream:
         return shift(stream, self.table.stages, by, chunks=self.table.chunks)
@@ -162,24 +202,6 @@ class _Stage:
     def _version(self, i: jax.Array) -> jax.Array:
         """Return the index of a microbatch's version of the weights."""
         return i // self.table.microbatches
-
-    def _write_embedding(
-        self, inputs: Any, rows: dict[str, jax.Array], row: dict[str, jax.Array]
-    ) -> Any:
-        """Write the input of the first layer into the slots of the first stage.
-
-        All stages look up the embedding in the same tick: no stage waits for another, and a lookup
-        has no matmul.
-        """
-        i = rows["forward"][0]
-        is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)
-
-        def embedding() -> Stream:
-            return self.model.embed(select_chunk(self.shared, self._version(i)), i)
-
-        entered = cond(is_first, embedding, lambda: self.empty)
-        slot = jnp.where(is_first & (self.number == 0), row["forward_slot"], IDLE)
-        return write_slot(inputs, slot, entered)
 
     def _run_forward(
         self, inputs: Any, saved: Any, row: dict[str, jax.Array]
@@ -282,81 +304,3 @@ class _Stage:
 
         d_left, d_shared, sums = cond(is_last, from_loss, from_next_stage, d_shared, sums)
         return d_left, (d_chunks, d_shared, sums)
-
-    def _run_embedding_backward(
-        self, d_shared: Any, rows: dict[str, jax.Array], sent_back: Stream
-    ) -> Any:
-        """Add the gradient of the embedding to the totals, on all stages in the same tick."""
-
-        def embedding_backward(d_shared: Any) -> Any:
-            i = rows["backward"][0]
-            d_entered = jax.tree.map(
-                lambda d: jnp.where(self.number == 0, d, jnp.zeros_like(d)), sent_back
-            )
-            own = select_chunk(self.shared, self._version(i))
-            _, pull = jax.vjp(lambda shared: self.model.embed(shared, i), own)
-            (d_own,) = pull(d_entered)
-            return accumulate_at(d_shared, d_own, self._version(i))
-
-        is_first = (rows["backward"][0] >= 0) & (rows["backward_chunk"][0] == 0)
-        return cond(is_first, embedding_backward, lambda d_shared: d_shared, d_shared)
-
-
-def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
-    """Send to the next stage (1) or the previous one (-1).
-
-    The last stage sends to the first, or back, only if stages have several chunks.
-    """
-    pairs = list[tuple[int, int]]()
-    for source in range(stages):
-        target = (source + by) % stages
-        is_neighbour = target - source == by
-        if is_neighbour or chunks > 1:
-            pairs.append((source, target))
-    with in_scope(comm_scope("pipeline, from stage to stage")):
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
-
-
-def zeros(like: Any, *leading: int) -> Any:
-    """Return zeros like a tree of arrays, with leading dimensions."""
-    return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), like)
-
-
-def write_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
-    """Write a value into a slot; slot -1 writes nothing."""
-    index = jnp.maximum(slot, 0)
-
-    def write(x: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, jnp.where(slot >= 0, new, old), index, 0)
-
-    return jax.tree.map(write, slots, value, read_slot(slots, index))
-
-
-def take_slot(slots: Any, slot: jax.Array) -> Any:
-    """Return the contents of a slot for a task, outside of its branch.
-
-    In the branch, XLA brings all slots of an array into the layout that a product prefers, in each
-    tick, to read one. Operands of a branch have the layout of the slots.
-    """
-    return jax.lax.optimization_barrier(read_slot(slots, slot))
-
-
-def put_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
-    """Write a value into a slot."""
-
-    def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
-
-    return jax.tree.map(put, slots, value)
-
-
-def accumulate_at(total: Any, d: Any, index: jax.Array) -> Any:
-    """Add `d` to one index of the totals, in their dtype."""
-
-    def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        y = y.astype(x.dtype)
-        if x.shape[0] == 1:
-            return x + y[None]
-        return jax.lax.dynamic_update_index_in_dim(x, read_slot(x, index) + y, index, 0)
-
-    return jax.tree.map(add, total, d)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
@@ -22,13 +23,16 @@ from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, enter_all
 from spmd.model_interface.model import NO_PIPELINE
 from spmd.pipeline.branches import cond
-from spmd.pipeline.executor import first_carry, run_ticks, shift, zeros
-from spmd.pipeline.head import Head, sum_of_stages
+from spmd.pipeline.entrance import Order, make_entrance
+from spmd.pipeline.executor import first_carry, run_ticks
+from spmd.pipeline.head import Head
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.partition import StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
+from spmd.pipeline.slots import zeros
 from spmd.pipeline.tick_table import TickTable
+from spmd.pipeline.transfers import shift, sum_of_stages
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.manual import shard_map_over
@@ -171,13 +175,25 @@ def _forward(
     no_sums = zeros(sums_shape)
     head = Head.of_all_stages(model, shared, stream_shape)
 
-    def tick(carry: tuple[Stream, Sums], t: jax.Array) -> tuple[tuple[Stream, Sums], None]:
-        arrived, sums = carry
+    times = np.arange(microbatches + stages - 1)
+    first_tasks = np.where(times < microbatches, times, -1)
+    entering = Order.of(first_tasks, np.zeros_like(times))
+    entrance = make_entrance(
+        model,
+        jax.tree.map(lambda w: w[None], shared),
+        empty,
+        microbatches,
+        1,
+        entering.microbatches,
+        entering.microbatches,
+    )
 
-        def embedding() -> Stream:
-            return model.embed(shared, t)
-
-        entered = cond(t < microbatches, embedding, lambda: empty)
+    def tick(
+        carry: tuple[Any, Stream, Sums], ticks: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[Any, Stream, Sums], None]:
+        held, arrived, sums = carry
+        t, entry = ticks
+        entered, held = entrance.enter(held, entry)
         stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
         i = t - stage
         is_busy = (i >= 0) & (i < microbatches)
@@ -193,8 +209,9 @@ def _forward(
             return jax.tree.map(jnp.add, sums, head.sums(shared, left, last))
 
         sums = head.run(last >= 0, add_loss, lambda sums: sums, sums)
-        return (shift(left, stages, 1), sums), None
+        return (held, shift(left, stages, 1), sums), None
 
-    ticks = jnp.arange(microbatches + stages - 1)
-    (_, sums), _ = jax.lax.scan(tick, (empty, no_sums), ticks)
+    ticks = jnp.asarray(times), jnp.asarray(entering.places)
+    held, _ = entrance.held
+    (_, _, sums), _ = jax.lax.scan(tick, (held, empty, no_sums), ticks)
     return sum_of_stages(sums)

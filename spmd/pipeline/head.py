@@ -22,7 +22,7 @@ from spmd.gradients.losses import Sums
 from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream
-from spmd.plan.scopes import comm_scope, in_scope
+from spmd.pipeline.transfers import sum_of_stages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,13 +119,3 @@ class Head:
 
 def _is_last(model: StageModel) -> jax.Array:
     return jax.lax.axis_index(AXIS) == model.split.stages - 1
-
-
-def sum_of_stages(arrays: Any, what: str = "sums of all stages") -> Any:
-    """Sum over stages.
-
-    Args:
-        what: What is summed, for the audit of collectives.
-    """
-    with in_scope(comm_scope(f"pipeline, {what}")):
-        return jax.lax.psum(arrays, AXIS)

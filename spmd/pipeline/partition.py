@@ -30,15 +30,11 @@ from spmd.pipeline.branches import cond
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.layer_split import LayerSplit
 from spmd.pipeline.shared_params import gather_over_stages
+from spmd.pipeline.slots import select_chunk
 from spmd.pipeline.variables import MicrobatchVariables, variables_by_microbatch
 from spmd.plan.context import current
 from spmd.plan.partition_safe import partition_safe
 from spmd.sharding.layer_paths import is_staged, own_stacks
-
-
-def read_slot(slots: Any, slot: Any) -> Any:
-    """Return the contents of a slot."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)
 
 
 def read_microbatch(microbatches: tuple[Any, jax.Array], i: Any) -> tuple[Any, jax.Array]:
@@ -58,14 +54,6 @@ def read_microbatch(microbatches: tuple[Any, jax.Array], i: Any) -> tuple[Any, j
         return jax.lax.dynamic_index_in_dim(x, i * count // total, keepdims=False)
 
     return jax.tree.map(read, microbatches)
-
-
-def select_chunk(chunks: Any, which: Any) -> Any:
-    """Return one of several chunks; without indexing where there is only one."""
-    is_single = all(w.shape[0] == 1 for w in jax.tree.leaves(chunks))
-    if is_single:
-        return jax.tree.map(lambda w: w[0], chunks)
-    return read_slot(chunks, which)
 
 
 @jax.tree_util.register_dataclass

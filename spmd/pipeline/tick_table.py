@@ -120,6 +120,10 @@ class TickTable:
         shares = dict[str, Fraction]()
         for name, tasks in branches.items():
             shares[name] = Fraction(count(tasks), self.ticks)
+        # One of as many microbatches as there are stages.
+        groups = -(-self.microbatches // self.stages)
+        for name in ("pipeline_first_layers", "pipeline_first_layers_backward"):
+            shares[name] = Fraction(groups, self.ticks)
         shares["pipeline_from_loss"] = Fraction(1, self.chunks)
         shares["pipeline_more_layers"] = Fraction(1)
         return shares

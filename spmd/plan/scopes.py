@@ -16,7 +16,13 @@ METRICS = "metrics"
 ATTENTION = "attend(plan)"
 """Scope of attention by the settings of a plan: a kernel, an algorithm over a split sequence."""
 
-_OF_ALL_STAGES = ("embedding", "embedding_backward", "head")
+_OF_ALL_STAGES = (
+    "embedding",
+    "embedding_backward",
+    "first_layers",
+    "first_layers_backward",
+    "head",
+)
 """The branches of a pipeline's tick that all stages take alike."""
 
 _BRANCH = re.compile(r"(\w+)\)*/cond$")

@@ -1,0 +1,33 @@
+"""Collectives between the stages of a pipeline."""
+
+from typing import Any
+
+import jax
+
+from spmd.pipeline.interleave import AXIS
+from spmd.plan.scopes import comm_scope, in_scope
+
+
+def shift(arrays: Any, stages: int, by: int, *, chunks: int = 1) -> Any:
+    """Send to the next stage (1) or the previous one (-1).
+
+    The last stage sends to the first, or back, only if stages have several chunks.
+    """
+    pairs = list[tuple[int, int]]()
+    for source in range(stages):
+        target = (source + by) % stages
+        is_neighbour = target - source == by
+        if is_neighbour or chunks > 1:
+            pairs.append((source, target))
+    with in_scope(comm_scope("pipeline, from stage to stage")):
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), arrays)
+
+
+def sum_of_stages(arrays: Any, what: str = "sums of all stages") -> Any:
+    """Sum over stages.
+
+    Args:
+        what: What is summed, for the audit of collectives.
+    """
+    with in_scope(comm_scope(f"pipeline, {what}")):
+        return jax.lax.psum(arrays, AXIS)
