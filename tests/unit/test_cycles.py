@@ -239,7 +239,10 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("pipedream", 1)]
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 def test_a_schedule_says_how_often_branches_are_taken(name, chunks) -> None:
-    """Each microbatch once in each chunk; the loss and both ends of the embedding once; a last layer in each task."""
+    """Each microbatch once in each chunk; the loss and both ends of the embedding once; a last layer in each task.
+
+    First layers of another kind run for four microbatches at once, one on each stage.
+    """
     table = tabulate(make_schedule(name, 4, 8, chunks))
     tasks = {branch: share * table.ticks for branch, share in table.taken.items()}
     assert tasks.pop("pipeline_more_layers") == table.ticks
@@ -249,6 +252,10 @@ def test_a_schedule_says_how_often_branches_are_taken(name, chunks) -> None:
         "pipeline_backward": 8 * chunks,
         "pipeline_embedding": 8,
         "pipeline_embedding_backward": 8,
+        "pipeline_first_layers": 2,
+        "pipeline_first_layers_backward": 2,
+        "pipeline_head": 8,
+        "pipeline_last_stage_head": 8,
     }
 
 

@@ -180,7 +180,10 @@ def test_stages_of_zero_by_hand() -> None:
 
 
 def test_collectives_of_activations_by_hand() -> None:
-    """Each axis alone on a line of two chips: a tensor axis gathers and scatters the residual stream four times."""
+    """Each axis alone on a line of two chips: a tensor axis gathers and scatters the residual stream four times.
+
+    Stages send it to the next, and to all for the logits, each way, if no stage runs its forward pass again.
+    """
 
     def over(axis: str, **fields) -> float:
         found = collective_seconds(work({axis: 2}, **fields), network("v5e:1x2", **{axis: 2}))
@@ -191,7 +194,9 @@ def test_collectives_of_activations_by_hand() -> None:
     assert over("tensor", recomputed=1.0) == pytest.approx(4 * 10 * stream / 2 / 1e9)
     assert over("expert", routed=2) == pytest.approx(4 * 4 * (stream / 2 * 2) * 2 / 4 / 1e9)
     assert over("sequence") == pytest.approx(4 * 3 * 2 * (TOKENS / 2) * 32 * 2 / 1e9)
-    assert over("pipe", microbatches=4) == pytest.approx(2 * stream / 4 / 1e9)
+    sent = 2 * stream / 4 / 1e9
+    assert over("pipe", microbatches=4, stages_again=True) == pytest.approx(sent)
+    assert over("pipe", microbatches=4) == pytest.approx(2 * sent)
     assert collective_seconds(work(), network()) == {}
 
 
