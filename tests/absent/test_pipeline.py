@@ -47,7 +47,11 @@ COMPILE = f"""
         records, counted = (audit_collectives(program, mesh, taken=taken).records for taken in ({{}}, table.taken))
         branches = [(known.executions, r.executions) for known, r in zip(counted, records) if r.is_conditional]
         cycles = [count_cycles(program, taken) for taken in (table.taken, {{}})]
-        over_pipe = [(r.kind, r.over, r.payload, r.executions, r.is_conditional) for r in records if "pipe" in r.over]
+        over_pipe = [
+            (r.kind, r.over, r.payload, known.executions, r.is_conditional)
+            for r, known in zip(records, counted)
+            if "pipe" in r.over
+        ]
         found[case] = {{
             "ticks": table.ticks,
             "temporaries": memory.temporaries,
@@ -118,14 +122,16 @@ NORMS = 4 * 2 * D
 STORED = 2 * VOCAB * D  # embedding and head as stages use them: each stores a part
 SHARED = 4 * D
 SUMS = 256
+STATISTICS = 2 * 4 * EXAMPLES // 2 * SEQ  # two numbers of each token, of the words of all stages
 
 
 def over_pipe(found):
     """(Kind, bytes of one execution, whether in a branch) → how many there are in a step, but for single numbers."""
     counts = {}
     for kind, axes, payload, times, conditional in found["over pipe"]:
-        assert axes == "pipe" or payload <= SUMS, f"{kind} over {axes}: {payload} bytes"
-        if payload > SUMS:
+        if axes != "pipe":
+            assert payload <= STATISTICS, f"{kind} over {axes}: {payload} bytes"
+        elif payload > SUMS:
             counts[kind, payload, conditional] = counts.get((kind, payload, conditional), 0) + times
     return counts
 
@@ -136,22 +142,28 @@ def moved(counts, kind):
 
 
 def assert_shared(counts, traffic):
-    """What stages share is gathered and summed once; a TPU may round it to bfloat16 before it gathers it."""
-    assert moved(counts, "all-reduce") == traffic.shared
+    """What stages share is gathered and summed once; a TPU may round it to bfloat16 before it gathers it.
+
+    Of each microbatch the stream goes to the logits of all stages, and its gradient back, in a branch that all take.
+    """
+    assert moved(counts, "all-reduce") == traffic.shared + traffic.head
+    for kind, payload, in_branch in counts:
+        assert in_branch == (kind == "all-reduce" and payload == STREAM)
     assert moved(counts, "reduce-scatter") == traffic.scattered
     assert traffic.gathered / 2 <= moved(counts, "all-gather") <= traffic.gathered
 
 
-def assert_streams_and_shared_gradients(found):
+def assert_streams_and_shared_gradients(found, microbatches, *, heads):
     """One stream on and one gradient back in each tick, in no branch; what stages share is gathered and summed once."""
     ticks, counts = found["ticks"], over_pipe(found)
-    traffic = pipeline_traffic(ticks, STREAM, shared=SHARED, stored=STORED)
+    traffic = pipeline_traffic(
+        ticks, STREAM, shared=SHARED, stored=STORED, heads=heads * microbatches
+    )
     assert {key for key in counts if key[0] == "collective-permute"} == {
         ("collective-permute", STREAM, False)
     }
     assert moved(counts, "collective-permute") == traffic.permuted
     assert_shared(counts, traffic)
-    assert not any(in_branch for _, _, in_branch in counts)
     assert moved(counts, "collective-permute") != pipeline_traffic(ticks + 1, STREAM).permuted
 
 
@@ -179,31 +191,39 @@ def test_cycles_are_those_of_the_microbatches():
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("interleaved")])
 def test_over_pipe_go_streams_and_shared_gradients(case):
-    """Whatever the schedule, and however many microbatches there are."""
-    assert_streams_and_shared_gradients(compiled("v5e:2x4", *CASES)[case])
+    """Whatever the schedule, and however many microbatches there are; a stage that keeps inputs has the head alone."""
+    _, _, microbatches, _, kept = case.split()
+    found = compiled("v5e:2x4", *CASES)[case]
+    assert_streams_and_shared_gradients(found, int(microbatches), heads=kept == "saved")
 
 
-@pytest.mark.parametrize("case", [FLAT["interleaved"].format(m) for m in (FEW, MANY)])
-def test_interleaved_layers_travel_once(case):
+@pytest.mark.parametrize("microbatches", [FEW, MANY])
+def test_interleaved_layers_travel_once(microbatches):
     """To the stage that computes them and back as gradients, in as many permutes as a leaf has chunks that move.
 
     Of two stages' two groups each, one stays. On the way there, a TPU rounds some kernels to
     bfloat16 first.
     """
-    found = compiled("v5e:2x4", *CASES)[case]
+    found = compiled("v5e:2x4", *CASES)[FLAT["interleaved"].format(microbatches)]
     ticks, counts = found["ticks"], over_pipe(found)
     streams = ("collective-permute", STREAM, False)
     assert counts[streams] == 2 * ticks
     layers = moved(counts, "collective-permute") - STREAM * counts[streams]
     group = LAYERS // 4 * (KERNELS + NORMS)
     traffic = pipeline_traffic(
-        ticks, STREAM, layers=group, gradients=group, shared=SHARED, stored=STORED, chunks=2
+        ticks,
+        STREAM,
+        layers=group,
+        gradients=group,
+        shared=SHARED,
+        stored=STORED,
+        heads=microbatches,
+        chunks=2,
     )
     assert traffic.layers - LAYERS // 4 * KERNELS / 2 <= layers <= traffic.layers
     permutes = sum(times for (kind, *_), times in counts.items() if kind == "collective-permute")
     assert permutes == 2 * ticks + 2 * 9  # leaves
     assert_shared(counts, traffic)
-    assert not any(in_branch for _, _, in_branch in counts)
 
 
 def test_the_ticks_are_as_published():
@@ -221,7 +241,7 @@ LARGER = [
 
 @pytest.mark.parametrize("topology", LARGER)
 def test_it_compiles_for_larger_machines(topology):
-    """Four stages on sixteen chips; what goes between them is in no branch, which other stages do not enter."""
+    """Four stages on sixteen chips; what goes between neighbours is in no branch, which other stages do not enter."""
     (found,) = compiled(topology, "1f1b 4 8 1 saved").values()
     assert found["ticks"] == 8 + 2 * 3
     permutes = [record for record in found["over pipe"] if record[0] == "collective-permute"]
@@ -229,5 +249,5 @@ def test_it_compiles_for_larger_machines(topology):
         sum(payload * times for _, _, payload, times, _ in permutes)
         == pipeline_traffic(14, STREAM).permuted
     )
-    assert not any(conditional for *_, conditional in found["over pipe"])
+    assert not any(conditional for *_, conditional in permutes)
     assert not found["irregular"]

@@ -11,6 +11,7 @@ class PipelineTraffic:
         streams: Activations to the next stage and their gradients to the previous one.
         layers: Layers to the stage that computes them, and their gradients back.
         shared: Summed gradients of the parameters that every stage stores whole.
+        head: Last activations to all stages, and their gradients back.
         gathered: Parameters that all stages use and each stores in part.
         scattered: Their gradients.
     """
@@ -18,6 +19,7 @@ class PipelineTraffic:
     streams: float
     layers: float
     shared: float
+    head: float
     gathered: float
     scattered: float
 
@@ -35,6 +37,7 @@ def pipeline_traffic(
     gradients: float = 0,
     shared: float = 0,
     stored: float = 0,
+    heads: int = 0,
     chunks: int = 1,
 ) -> PipelineTraffic:
     """Return the traffic between the stages of a pipeline (`spmd.pipeline.grad_fn`).
@@ -51,6 +54,7 @@ def pipeline_traffic(
         gradients: Bytes of their gradients.
         shared: Bytes of the summed gradients of parameters that every stage stores whole.
         stored: Bytes of parameters that all stages use and each stores in part, as they are used.
+        heads: Microbatches whose stream goes to all stages, for their logits, and whose gradient comes back.
         chunks: Groups of layers of each stage.
 
     Example:
@@ -59,4 +63,11 @@ def pipeline_traffic(
     """
     moved = layers + gradients if chunks > 1 else 0.0
     streams = 2.0 * ticks * stream
-    return PipelineTraffic(streams, layers=moved, shared=shared, gathered=stored, scattered=stored)
+    return PipelineTraffic(
+        streams,
+        layers=moved,
+        shared=shared,
+        head=2.0 * heads * stream,
+        gathered=stored,
+        scattered=stored,
+    )
