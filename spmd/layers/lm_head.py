@@ -197,7 +197,7 @@ class _Layout:
 
     @property
     def word_axes(self) -> tuple[str, ...]:
-        """All axes that words are divided over."""
+        """All axes of the words' division."""
         if self.over is None:
             return self.vocabulary
         return *self.vocabulary, self.over
@@ -220,7 +220,7 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A device's part of words that all devices of a manual axis have.
+    """A device's part of words common to all devices of a manual axis.
 
     Parts are equally long: where `size` does not divide, some of the last words are padding.
 
@@ -241,7 +241,7 @@ class _Part:
 
     @property
     def padding(self) -> int:
-        """The words that the last parts have more than there are."""
+        """The number of words in all parts beyond `size`."""
         return self.length * _axis_size((self.axis,)) - self.size
 
     @property
@@ -546,7 +546,7 @@ def _local_of_part(
     layout: _Layout,
     differentiate: bool,
 ) -> tuple[Array, ...]:
-    """Return what `_local` does, with the gradients through this device's part of its words."""
+    """Return the results of `_local`, with the gradients through this device's part of its words."""
     layout, part = layout.with_part(kernel)
     own_kernel, own_bias = part.of_head(kernel, bias)
     found = _local(
@@ -563,7 +563,7 @@ def _local_of_part(
 def _local_losses_of_part(
     x: Array, kernel: Array, targets: Array, *bias: Array, layout: _Layout
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
-    """Return what `_local_losses` does; this device has the logits of a part of its words."""
+    """Return the results of `_local_losses`; this device has the logits of a part of its words."""
     layout, part = layout.with_part(kernel)
     own_kernel, own_bias = part.of_head(kernel, bias)
     return _local_losses(x, own_kernel, targets, *own_bias, layout=layout)

@@ -35,8 +35,8 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Order:
-    """The microbatches that pass the first stage, on the way in or out.
+class FirstStageOrder:
+    """Order of the microbatches at the first stage, on the way in or out.
 
     Attributes:
         microbatches: `[place]`.
@@ -47,7 +47,7 @@ class Order:
     places: np.ndarray
 
     @classmethod
-    def of(cls, tasks: np.ndarray, chunks: np.ndarray) -> "Order":
+    def of(cls, tasks: np.ndarray, chunks: np.ndarray) -> "FirstStageOrder":
         """Return the order of the tasks of the first virtual stage.
 
         Args:
@@ -55,7 +55,7 @@ class Order:
             chunks: The number of the chunk of layers of each.
 
         Example:
-            >>> order = Order.of(np.array([3, -1, 0]), np.array([0, 0, 0]))
+            >>> order = FirstStageOrder.of(np.array([3, -1, 0]), np.array([0, 0, 0]))
             >>> order.microbatches.tolist(), order.places.tolist()
             ([3, 0], [0, -1, 1])
         """
@@ -67,20 +67,20 @@ class Order:
 class Entrance(Protocol):
     """The first stage's inputs and their gradients.
 
-    A number is the place of a microbatch among those that enter, or that leave (`Order`).
+    A number is the place of a microbatch among those that enter, or that leave (`FirstStageOrder`).
     """
 
     @property
     def held(self) -> tuple[Any, Any]:
-        """What stages hold before the first tick, on the way in and on the way out."""
+        """The arrays held before the first tick, on the way in and on the way out."""
 
     def enter(self, held: Any, number: jax.Array) -> tuple[Stream, Any]:
-        """Return the input of the first stage, and what is held after it; number -1 for none."""
+        """Return the input of the first stage, and the arrays held after it; number -1 for none."""
 
     def leave(
         self, held: Any, number: jax.Array, gradient: Stream, d_shared: Any
     ) -> tuple[Any, Any]:
-        """Return totals with the gradients of the parameters added, and what is held after it.
+        """Return totals with the gradients of the parameters added, and the arrays held after it.
 
         Args:
             number: -1 for none.
@@ -108,7 +108,7 @@ class _Input:
         return self.model.embed(select_chunk(self.shared, i // self.microbatches), i)
 
     def add_gradients(self, d_shared: Any, i: jax.Array, gradient: Stream) -> Any:
-        """Add the gradients of the parameters to totals, given that of the input."""
+        """Add the gradients of the parameters to totals, from the gradient of the input."""
         version = i // self.microbatches
         own = select_chunk(self.shared, version)
         _, pull = jax.vjp(lambda shared: self.model.embed(shared, i), own)
@@ -126,7 +126,7 @@ class _Input:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LookupEntrance:
-    """The same microbatch on all stages, in the tick in which it enters or leaves.
+    """The same microbatch on all stages, in the tick of its entry or exit.
 
     Attributes:
         entering: The microbatches in the order in which they enter.
@@ -164,7 +164,7 @@ class LookupEntrance:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayersEntrance:
-    """A microbatch of its own on each stage, in the tick of the first that enters.
+    """A microbatch of its own on each stage, in the tick of the first one's entry.
 
     Attributes are those of `LookupEntrance`.
     """
@@ -183,7 +183,7 @@ class LayersEntrance:
         return self.input.model.split.stages
 
     def enter(self, held: Stream, number: jax.Array) -> tuple[Stream, Stream]:
-        """Return the input of the first stage, and what moved on to the stages."""
+        """Return the input of the first stage, and the inputs moved on to the stages."""
         # The last group may have fewer microbatches than stages.
         own = jnp.minimum(number + jax.lax.axis_index(AXIS), len(self.entering) - 1)
         i = jnp.asarray(self.entering)[own]

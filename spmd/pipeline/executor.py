@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd.gradients.losses import Sums
 from spmd.pipeline.branches import cond
-from spmd.pipeline.entrance import Entrance, Order, make_entrance
+from spmd.pipeline.entrance import Entrance, FirstStageOrder, make_entrance
 from spmd.pipeline.head import Head
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream
@@ -107,8 +107,8 @@ def run_ticks(
     head = Head.of_last_stage(model)
     if layers.saved:
         head = Head.of_all_stages(model, jax.tree.map(lambda x: x[0], shared), empty)
-    entering = Order.of(table.forward[:, 0], table.forward_chunk[:, 0])
-    leaving = Order.of(table.backward[:, 0], table.backward_chunk[:, 0])
+    entering = FirstStageOrder.of(table.forward[:, 0], table.forward_chunk[:, 0])
+    leaving = FirstStageOrder.of(table.backward[:, 0], table.backward_chunk[:, 0])
     entrance = make_entrance(
         model,
         shared,
@@ -160,7 +160,7 @@ class _Stage:
 
         Args:
             ticks: A row of each column of the table, `[stage]`; and the places of the microbatches
-                that enter and leave the first stage, from `Order`.
+                that enter and leave the first stage, from `FirstStageOrder`.
         """
         rows, entry, exit_ = ticks
         held_inputs, held_gradients = carry["held"]

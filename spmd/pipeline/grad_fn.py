@@ -23,7 +23,7 @@ from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, enter_all
 from spmd.model_interface.model import NO_PIPELINE
 from spmd.pipeline.branches import cond
-from spmd.pipeline.entrance import Order, make_entrance
+from spmd.pipeline.entrance import FirstStageOrder, make_entrance
 from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.head import Head
 from spmd.pipeline.interleave import AXIS
@@ -177,7 +177,7 @@ def _forward(
 
     times = np.arange(microbatches + stages - 1)
     first_tasks = np.where(times < microbatches, times, -1)
-    entering = Order.of(first_tasks, np.zeros_like(times))
+    entering = FirstStageOrder.of(first_tasks, np.zeros_like(times))
     entrance = make_entrance(
         model,
         jax.tree.map(lambda w: w[None], shared),

@@ -40,7 +40,7 @@ class Head:
 
     @classmethod
     def of_all_stages(cls, model: StageModel, shared: Any, output: Stream) -> "Head":
-        """Return a head that divides the words, if the model leaves the logits to its loss.
+        """Return a head with divided words, if the model leaves the logits to its loss.
 
         Args:
             shared: Parameters other than those of layers; only shapes count, as of the output.
@@ -58,7 +58,7 @@ class Head:
     def run(
         self, is_due: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
     ) -> Any:
-        """Apply a branch to the operands, `yes` on the stages that compute logits if they are due.
+        """Apply a branch to the operands: `yes` on the stages with logits to compute, if they are due.
 
         Args:
             is_due: Equal on all stages.
@@ -111,7 +111,7 @@ class Head:
         return sum_of_stages(self._zero_elsewhere(output), "output of the last stage")
 
     def _zero_elsewhere(self, arrays: Any) -> Any:
-        """Return arrays of the last stage, and zeros on the others, which compute logits, too."""
+        """Return arrays of the last stage, and zeros on other stages with logits."""
         if self.axis is None:
             return arrays
         return jax.tree.map(lambda x: jnp.where(self.is_last, x, jnp.zeros_like(x)), arrays)

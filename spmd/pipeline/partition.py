@@ -298,7 +298,7 @@ def _is_lazy(node: Any) -> bool:
 
 
 def _divided(outputs: Outputs, over: str | None) -> Outputs:
-    """Return outputs with logits whose words are divided over an axis."""
+    """Return outputs with the words of logits divided over an axis."""
 
     def divide(node: Any) -> Any:
         if _is_lazy(node):

@@ -113,9 +113,9 @@ def permute(x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
     is_stage = "pipe" in manual_axes()
     if not (is_stage and is_cpu(mesh)):
         return jax.lax.ppermute(x, axis, pairs)
-    source_of = {target: source for source, target in pairs}
-    sources = jnp.asarray([source_of[target] for target in sorted(source_of)])
-    own = sources[jax.lax.axis_index(axis)]
+    by_target = sorted((target, source) for source, target in pairs)
+    _, sources = zip(*by_target, strict=True)
+    own = jnp.asarray(sources)[jax.lax.axis_index(axis)]
     return jax.lax.dynamic_index_in_dim(jax.lax.all_gather(x, axis), own, keepdims=False)
 
 
