@@ -18,7 +18,7 @@ from spmd.chips import SplashBlocks
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.ring_attention import Segments, Sinks, check_division
 from spmd.layers.splash_attention import Queries, splash_attention
-from spmd.plan.manual import permute, shard_map_over, split_axes
+from spmd.plan.manual import is_in_stage, shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 _BLOCKS = SplashBlocks()
@@ -116,11 +116,23 @@ def _gather(
     blocks = x[:, None]
     if queries.is_zigzag:
         early, late = jnp.split(x, 2, axis=1)
+        if is_in_stage():  # a permute might wait for idle stages
+            return _gather_zigzag(early, late)
         # The last device has the first late block. Mirrored, late blocks come in their own order.
         devices = range(queries.devices)
         mirror = list(zip(devices, reversed(devices), strict=True))
-        late = permute(late, "sequence", mirror)
+        late = jax.lax.ppermute(late, "sequence", mirror)
         blocks = jnp.stack([early, late], axis=1)
     gathered = jax.lax.all_gather(blocks, "sequence")  # [device, batch, early or late, block, …]
     in_order = jnp.moveaxis(gathered, 0, 2)
     return in_order.reshape(x.shape[0], -1, *x.shape[2:])
+
+
+def _gather_zigzag(
+    early: Shaped[Array, "batch block ..."], late: Shaped[Array, "batch block ..."]
+) -> Shaped[Array, "batch seq ..."]:
+    """Gather blocks in zigzag order without a permute: late blocks are reversed on each device."""
+    early = jax.lax.all_gather(early, "sequence", axis=1)
+    late = jnp.flip(jax.lax.all_gather(late, "sequence", axis=1), axis=1)
+    blocks = jnp.concatenate([early, late], axis=1)  # [batch, block, token, …]
+    return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])

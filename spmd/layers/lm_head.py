@@ -57,7 +57,10 @@ _TILE = 256
 """The number of words in a turn is a multiple of this: XLA:TPU fuses reduce-scatters of such parts,
 and of few others."""
 
-_NO_WORD = -1e9
+_NO_ID = -(2**31)
+"""The id of padding among words, which no target has."""
+
+_NO_LOGIT = -1e9
 """The logit of padding: its probability is 0, and its square is finite."""
 
 _PURPOSE = "vocabulary-parallel head"
@@ -74,8 +77,9 @@ class LazyLogits:
     None outside a plan. `tokens` and `logits` are the activation names of `x` and of the logits.
     `bias`, gathered, is added to the logits before a soft cap; None for none. Before the cap logits
     are divided by `temperature`; another one is set by `at_temperature`. `over` is a manual axis
-    whose devices have equal arrays: each computes the logits of a part of its words, and gradients
-    through these logits, whose sum over the axis is the gradient of the summed loss; None for none.
+    whose devices have equal arrays: each computes the logits of a part of its words (`divides`). The
+    loss of one of these devices counts, and has a cotangent. That one has the gradient of `x`, and
+    each has that of its own words in the kernel and the bias. None for no such axis.
     """
 
     keeps_dtype: ClassVar[bool] = True  # the loss computes the logits in float32
@@ -95,6 +99,14 @@ class LazyLogits:
     def vocab_dim(self) -> int:
         """The dimension of the vocabulary in the kernel."""
         return self.axes.index("o")
+
+    @property
+    def divides(self) -> bool:
+        """Whether `over` may divide the words: a device has all of its words before a gather."""
+        layout = _layout(self, CHUNK)
+        param = layout.param
+        dim = self.vocab_dim
+        return param.param_dims[dim] == layout.vocabulary == param.grad_dims[dim]
 
 
 def lazy_logits() -> contextlib.AbstractContextManager[None]:
@@ -400,19 +412,14 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
         mesh=mesh,
         split=split,
         tokens=dims_spec(token_dims),
-        param=_kernel_layout(head.placed, dim, vocabulary, summed, whole=head.over is not None),
+        param=_kernel_layout(head.placed, dim, vocabulary, summed),
         vocabulary=vocabulary,
         width=width,
     )
 
 
 def _kernel_layout(
-    placed: ParamPlacement,
-    dim: int,
-    vocabulary: tuple[str, ...],
-    summed: tuple[str, ...],
-    *,
-    whole: bool,
+    placed: ParamPlacement, dim: int, vocabulary: tuple[str, ...], summed: tuple[str, ...]
 ) -> ShardedParam:
     """Return the layout of the kernel in the region: its words, dimension `dim`, are split.
 
@@ -421,7 +428,6 @@ def _kernel_layout(
         dim: The dimension of words.
         vocabulary: The axes that words are split over.
         summed: The axes over which gradients are summed.
-        whole: Whether a device has all of its words before a gather, as parts of them need it.
     """
     split: list[tuple[str, ...]] = [(), ()]
     split[dim] = vocabulary
@@ -430,22 +436,19 @@ def _kernel_layout(
     kept = spec_dims(placed.grad_spec, 2, summed)
     return dataclasses.replace(
         param,
-        param_dims=_contiguous(param.param_dims, used, dim, whole=whole),
+        param_dims=_contiguous(param.param_dims, used, dim),
         compute_dims=used,
-        grad_dims=_contiguous(kept, used, dim, whole=whole),
+        grad_dims=_contiguous(kept, used, dim),
     )
 
 
-def _contiguous(dims: Dims, used: Dims, dim: int, *, whole: bool) -> Dims:
+def _contiguous(dims: Dims, used: Dims, dim: int) -> Dims:
     """Return `dims` if a device's words are contiguous after a gather, else `used`.
 
-    With `used`, the compiler reshards. If `whole`, words must not be gathered.
+    With `used`, the compiler reshards.
     """
     vocabulary = used[dim]
-    length = len(vocabulary)
-    if whole:
-        length = len(dims[dim])
-    if dims[dim][:length] == vocabulary:
+    if dims[dim][: len(vocabulary)] == vocabulary:
         return tuple(dims)
     return used
 
@@ -476,9 +479,11 @@ def _backward_of_sums(
     layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]
 ) -> Any:
     gradients, likes = saved
-    scale = layout.of_all_parts(cotangents[0])
+    own = cotangents[0]
+    of_all = layout.of_all_parts(own)
+    scales = own, *[of_all] * (len(gradients) - 1)  # of x, and of the kernel's and bias's own words
     scaled = []
-    for gradient, like in zip(gradients, likes, strict=True):
+    for gradient, like, scale in zip(gradients, likes, scales, strict=True):
         wide = gradient.astype(jnp.float32) * scale
         scaled.append(wide.astype(like.dtype))
     dx, dkernel, *rest = scaled
@@ -508,9 +513,11 @@ def _backward_of_losses(layout: _Layout, saved: Any, cotangents: tuple[Array, Ar
     """Return the gradients of the sum of the losses, with the cotangents as weights."""
     x, kernel, targets, bias = saved
     own_bias = _if_any(bias)
-    weights = layout.of_all_parts(cotangents[0].astype(jnp.float32))
-    found = layout.run(True, x, kernel, targets, weights, *own_bias)
+    own = cotangents[0].astype(jnp.float32)
+    found = layout.run(True, x, kernel, targets, layout.of_all_parts(own), *own_bias)
     dx, dkernel, *rest = found[layout.sum_count :]
+    if layout.over is not None:
+        dx = jnp.where(jnp.any(own != 0), dx, jnp.zeros_like(dx))
     dbias = None
     if bias is not None:
         dbias = rest[0].astype(bias.dtype)
@@ -743,7 +750,7 @@ class _Head:
 
     @property
     def words(self) -> Int[Array, "word"]:
-        """The ids of this device's words; -1 for padding."""
+        """The ids of this device's words; `_NO_ID` for padding."""
         size = self.kernel.shape[self.layout.vocab_dim]
         part = self.layout.part
         ids = jnp.arange(size)
@@ -756,7 +763,7 @@ class _Head:
             first = jax.lax.axis_index(axes) * size
         if part is None or not part.padding:
             return ids + first
-        return jnp.where(ids < size, ids + first, -1)
+        return jnp.where(ids < size, ids + first, _NO_ID)
 
     def logits(
         self, x: Array, kernel: Array, bias: Array | None, words: Int[Array, "word"]
@@ -768,7 +775,7 @@ class _Head:
         )
         part = self.layout.part
         if part is not None and part.padding:
-            logits = jnp.where(words >= 0, logits, _NO_WORD)
+            logits = jnp.where(words != _NO_ID, logits, _NO_LOGIT)
         return annotate(logits, self.layout.logits)
 
     def dlogits(
@@ -785,7 +792,7 @@ class _Head:
         leading = ((),) * (dx.ndim - 3)
         dx = psum_scatter(dx, leading + self.layout.gathered_dims)
         scattered = (*self.layout.gathered_axes, *self.layout.width)
-        return psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))
+        return psum(dx, tuple(axis for axis in self.layout.word_axes if axis not in scattered))
 
     def of_chunk(
         self,

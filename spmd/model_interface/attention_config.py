@@ -136,6 +136,11 @@ class AttentionConfig:
         return self.mesh.shape["tensor"]
 
     @property
+    def is_ring(self) -> bool:
+        """True if attention is over a ring, unless its kernel is splash."""
+        return self.context_of(self._kernel) == "ring"
+
+    @property
     def keeps_queries(self) -> bool:
         """True if each device attends from its own tokens."""
         return self.context_of(self._kernel) in _KERNEL_OF

@@ -174,48 +174,54 @@ class LayersEntrance:
     leaving: np.ndarray
 
     @property
-    def held(self) -> tuple[Stream, Stream]:
-        """One input and one gradient."""
-        return self.input.empty, self.input.empty
+    def held(self) -> tuple[Any, Any]:
+        """One residual stream and one gradient of it."""
+        return self.input.empty.x, self.input.empty.x
 
     @property
     def _stages(self) -> int:
         return self.input.model.split.stages
 
-    def enter(self, held: Stream, number: jax.Array) -> tuple[Stream, Stream]:
+    def _stream(self, x: Any) -> Stream:
+        """Return a stream without values, which layers of the stages add."""
+        return Stream(x, self.input.empty.values)
+
+    def enter(self, held: Any, number: jax.Array) -> tuple[Stream, Any]:
         """Return the input of the first stage, and the inputs moved on to the stages."""
         # The last group may have fewer microbatches than stages.
         own = jnp.minimum(number + jax.lax.axis_index(AXIS), len(self.entering) - 1)
         i = jnp.asarray(self.entering)[own]
 
-        def first_layers(held: Stream) -> Stream:
+        def first_layers(held: Any) -> Any:
             del held
-            return self.input.of(i)
+            return self.input.of(i).x
 
         is_due = (number >= 0) & (number % self._stages == 0)
         held = cond(is_due, first_layers, lambda held: held, held)
-        return held, _where(number >= 0, shift(held, self._stages, -1), held)
+        moved = shift(held, self._stages, -1)
+        return self._stream(held), _where(number >= 0, moved, held)
 
     def leave(
-        self, held: Stream, number: jax.Array, gradient: Stream, d_shared: Any
-    ) -> tuple[Any, Stream]:
+        self, held: Any, number: jax.Array, gradient: Stream, d_shared: Any
+    ) -> tuple[Any, Any]:
         """Hold a gradient, and add those of all stages once each has one, or none is left."""
         stage = jax.lax.axis_index(AXIS)
         place = number % self._stages
         moved = shift(held, self._stages, 1)
-        held = _where(number >= 0, _where(place == 0, self.input.empty, moved), held)
-        held = _where((number >= 0) & (stage == 0), gradient, held)
+        others = _where(place == 0, self.input.empty.x, moved)
+        after = _where(stage == 0, gradient.x, others)
+        held = _where(number >= 0, after, held)
         i = jnp.asarray(self.leaving)[jnp.maximum(number - stage, 0)]
 
         def first_layers_backward(d_shared: Any) -> Any:
-            return self.input.add_gradients(d_shared, i, held)
+            return self.input.add_gradients(d_shared, i, self._stream(held))
 
         is_last = (place == self._stages - 1) | (number == len(self.leaving) - 1)
         is_due = (number >= 0) & is_last
         return cond(is_due, first_layers_backward, lambda total: total, d_shared), held
 
 
-def _where(condition: jax.Array, yes: Stream, no: Stream) -> Stream:
+def _where(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
@@ -223,10 +229,11 @@ def make_entrance(
     model: StageModel,
     shared: Any,
     empty: Stream,
+    *,
     microbatches: int,
     versions: int,
-    entering: np.ndarray,
-    leaving: np.ndarray,
+    entering: FirstStageOrder,
+    leaving: FirstStageOrder,
 ) -> Entrance:
     """Return the entrance of a pipeline's microbatches.
 
@@ -234,11 +241,13 @@ def make_entrance(
         shared: Parameters other than those of layers, `[version, …]`.
         empty: A stream of zeros.
         microbatches: Microbatches of each version.
-        entering: The microbatches in the order in which they enter.
-        leaving: The microbatches in the order in which they leave.
+        versions: Batches in flight.
+        entering: The order in which microbatches enter.
+        leaving: The order in which they leave.
     """
+    orders = entering.microbatches, leaving.microbatches
     first_input = _Input(model, shared, microbatches, empty)
     # Without a flush, a group of microbatches would be of two batches.
     if versions == 1 and first_input.has_layers:
-        return LayersEntrance(first_input, entering, leaving)
-    return LookupEntrance(first_input, entering, leaving)
+        return LayersEntrance(first_input, *orders)
+    return LookupEntrance(first_input, *orders)

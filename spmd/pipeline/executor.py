@@ -104,19 +104,17 @@ def run_ticks(
     """
     number = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    head = Head.of_last_stage(model)
-    if layers.saved:
-        head = Head.of_all_stages(model, jax.tree.map(lambda x: x[0], shared), empty)
+    head = Head.of(model, jax.tree.map(lambda x: x[0], shared), empty)
     entering = FirstStageOrder.of(table.forward[:, 0], table.forward_chunk[:, 0])
     leaving = FirstStageOrder.of(table.backward[:, 0], table.backward_chunk[:, 0])
     entrance = make_entrance(
         model,
         shared,
         empty,
-        table.microbatches,
-        table.versions,
-        entering.microbatches,
-        leaving.microbatches,
+        microbatches=table.microbatches,
+        versions=table.versions,
+        entering=entering,
+        leaving=leaving,
     )
     stage = _Stage(model, layers, entrance, head, chunks, shared, scale, table, number, empty)
     ticks = jax.tree.map(jnp.asarray, (table.columns, entering.places, leaving.places))
@@ -235,7 +233,7 @@ class _Stage:
         d_chunks, d_shared, sums = totals
 
         def add(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            return self._add_loss(at, output, d_shared, sums)
+            return self._add_loss(self.head, at, output, d_shared, sums)
 
         def idle(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
             return self.empty, d_shared, sums
@@ -245,10 +243,10 @@ class _Stage:
         return d_output, (d_chunks, d_shared, sums)
 
     def _add_loss(
-        self, at: Microbatch, output: Stream, d_shared: Any, sums: Sums
+        self, head: Head, at: Microbatch, output: Stream, d_shared: Any, sums: Sums
     ) -> tuple[Stream, Any, Sums]:
         """Return the gradient of the last output, and totals with those of the loss added."""
-        d_own, d_output, found = self.head.gradients(at.shared, output, at.number, self.scale)
+        d_own, d_output, found = head.gradients(at.shared, output, at.number, self.scale)
         d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
         sums = accumulate_at(sums, found, self._version(at.number))
         return d_output, d_shared, sums
@@ -297,7 +295,7 @@ class _Stage:
         d_chunks, d_shared, sums = totals
 
         def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            return self._add_loss(at, left, d_shared, sums)
+            return self._add_loss(self.head.of_last_stage, at, left, d_shared, sums)
 
         def from_next_stage(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
             return arrived, d_shared, sums

@@ -173,7 +173,7 @@ def _forward(
     stream_shape, sums_shape = model.shapes(jax.tree.map(lambda w: w[None], shared))
     empty = zeros(stream_shape)
     no_sums = zeros(sums_shape)
-    head = Head.of_all_stages(model, shared, stream_shape)
+    head = Head.of(model, shared, stream_shape)
 
     times = np.arange(microbatches + stages - 1)
     first_tasks = np.where(times < microbatches, times, -1)
@@ -182,10 +182,10 @@ def _forward(
         model,
         jax.tree.map(lambda w: w[None], shared),
         empty,
-        microbatches,
-        1,
-        entering.microbatches,
-        entering.microbatches,
+        microbatches=microbatches,
+        versions=1,
+        entering=entering,
+        leaving=entering,
     )
 
     def tick(

@@ -7,8 +7,11 @@ some of the words (vocabulary parallelism, Yeung et al., arXiv:2411.05288):
 ```
 output of the last stage ──▶ to all stages ──▶ logits of a stage's words ──▶ loss, as on one device
                                                           │
-gradient of that output ◀── sum of all stages ◀───────────┴──▶ gradient of the kernel's own words
+gradient of that output ◀── sum over the words ◀──────────┴──▶ gradient of the kernel's own words
 ```
+
+The gradient of the logits' input is whole, and the last stage's alone. So whatever is between the
+output and the logits, such as a norm, has the gradients of one device.
 """
 
 import dataclasses
@@ -39,21 +42,21 @@ class Head:
     is_last: jax.Array
 
     @classmethod
-    def of_all_stages(cls, model: StageModel, shared: Any, output: Stream) -> "Head":
-        """Return a head with divided words, if the model leaves the logits to its loss.
+    def of(cls, model: StageModel, shared: Any, output: Stream) -> "Head":
+        """Return the head of all stages if the model leaves the logits to its loss.
 
         Args:
             shared: Parameters other than those of layers; only shapes count, as of the output.
         """
         axis = None
-        if model.has_lazy_logits(shared, output):
+        if model.divides_words(shared, output):
             axis = AXIS
-        return cls(model, axis, _is_last(model))
+        return cls(model, axis, jax.lax.axis_index(AXIS) == model.split.stages - 1)
 
-    @classmethod
-    def of_last_stage(cls, model: StageModel) -> "Head":
-        """Return the head of the last stage alone."""
-        return cls(model, None, _is_last(model))
+    @property
+    def of_last_stage(self) -> "Head":
+        """The head of the last stage alone."""
+        return dataclasses.replace(self, axis=None)
 
     def run(
         self, is_due: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
@@ -84,8 +87,8 @@ class Head:
     ) -> tuple[Any, Stream, Sums]:
         """Return the gradients of `shared`, of the output, and the sums of a microbatch.
 
-        On other stages than the last, sums are zeros, and the first gradients are those through
-        the logits of the stage's own words.
+        On other stages than the last, the first gradients are those of the stage's own words in the
+        kernel of the logits, and all else is zero.
 
         Args:
             scale: Factor of the loss.
@@ -95,10 +98,7 @@ class Head:
             return self._loss(shared, output, i)
 
         _, pull, found = jax.vjp(loss, shared, self._on_all_stages(output), has_aux=True)
-        # The loss of the last stage counts. Its gradient returns through the logits of all stages.
-        d_shared, d_output = pull(self._zero_elsewhere(scale))
-        if self.axis is not None:
-            d_output = sum_of_stages(d_output, "gradient of the last output")
+        d_shared, d_output = pull(self._zero_elsewhere(scale))  # the loss of the last stage counts
         return d_shared, d_output, self._zero_elsewhere(found)
 
     def _loss(self, shared: Any, output: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
@@ -115,7 +115,3 @@ class Head:
         if self.axis is None:
             return arrays
         return jax.tree.map(lambda x: jnp.where(self.is_last, x, jnp.zeros_like(x)), arrays)
-
-
-def _is_last(model: StageModel) -> jax.Array:
-    return jax.lax.axis_index(AXIS) == model.split.stages - 1

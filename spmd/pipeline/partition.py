@@ -234,13 +234,14 @@ class StageModel:
         sums = partition_safe(finish)(*arrays, *self._read(i), stream)
         return sums["loss"], sums
 
-    def has_lazy_logits(self, shared: Any, stream: Stream) -> bool:
-        """Return whether the model leaves the product with the vocabulary to the loss."""
+    def divides_words(self, shared: Any, stream: Stream) -> bool:
+        """Return whether stages can divide the words of the logits (`LazyLogits.divides`)."""
         first = jnp.int32(0)
         arrays = self._some_arrays(shared, first)
         with lazy_logits():
             outputs = jax.eval_shape(self._outputs, *arrays, *self._read(first), stream)
-        return any(map(_is_lazy, jax.tree.leaves(outputs, is_leaf=_is_lazy)))
+        heads = [node for node in jax.tree.leaves(outputs, is_leaf=_is_lazy) if _is_lazy(node)]
+        return bool(heads) and all(head.divides for head in heads)
 
     def _outputs(
         self, params: Any, variables: Any, batch: Any, key: jax.Array, stream: Stream
@@ -431,6 +432,14 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
     if size != stages:
         detail = f"mesh.pipe = {size}"
         yield Problem("schedule", f"is for {stages} stages", detail, "make it for the mesh")
+    attention = context.attention
+    if attention.is_ring and attention.platform == "gpu":
+        yield Problem(
+            "context",
+            "is a ring, which permutes keys and values inside a stage's task, where GPUs may wait for "
+            "all stages",
+            fix='context="all-to-all"',
+        )
 
 
 def _stack_problems(layers: Any, stages: int, chunks: int) -> Iterator[Problem]:

@@ -103,6 +103,7 @@ class SavedLayers:
 
         program, shapes = jax.make_jaxpr(both_passes, return_shape=True)(example, stream)
         results, self._structure = jax.tree.flatten(shapes)
+        self._output, _ = shapes
         others = len(jax.tree.leaves(example))
         of_stream = len(jax.tree.leaves(stream))
         self._is_saved = dependent_outputs(program, [False] * others + [True] * of_stream)
@@ -121,9 +122,12 @@ class SavedLayers:
         return output, tuple(itertools.compress(results, self._is_saved))
 
     def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> Stream:
-        """Return the stage's output from the arrays kept."""
-        output, _ = self.backward(at, self._empty, saved)
-        return output
+        """Return the stage's output from the arrays kept: the first ones."""
+        leaves = jax.tree.leaves(self._output)
+        if not all(self._is_saved[: len(leaves)]):  # a part that depends on parameters alone
+            output, _ = self.backward(at, self._empty, saved)
+            return output
+        return jax.tree.unflatten(jax.tree.structure(self._output), saved[: len(leaves)])
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]

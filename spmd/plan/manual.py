@@ -43,6 +43,11 @@ def is_partly_manual() -> bool:
     return bool(mesh.manual_axes) and bool(split_axes(mesh))
 
 
+def is_in_stage() -> bool:
+    """Return whether the region traced here is that of a pipeline's stages."""
+    return "pipe" in manual_axes()
+
+
 def shard_map_over(
     mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any, *, purpose: str = ""
 ) -> F:
@@ -110,8 +115,7 @@ def permute(x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
     tasks a permute of XLA:CPU waits for stages that have none.
     """
     mesh = current().mesh
-    is_stage = "pipe" in manual_axes()
-    if not (is_stage and is_cpu(mesh)):
+    if not (is_in_stage() and is_cpu(mesh)):
         return jax.lax.ppermute(x, axis, pairs)
     by_target = sorted((target, source) for source, target in pairs)
     _, sources = zip(*by_target, strict=True)

@@ -25,8 +25,10 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.interleave import interleave
+from spmd.pipeline.partition import _setting_problems
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
+from spmd.plan.context import use_plan
 from spmd.plan.manual import shard_map_over
 from spmd.plan.nnx_model import from_nnx
 from spmd.plan.plan import make_plan
@@ -341,3 +343,16 @@ def test_the_picture(tmp_path, capsys):
         main(["plan", "demo", "--schedule"])
     assert done.value.code == 2
     assert "--mesh.pipe 4" in capsys.readouterr().err
+
+
+def test_a_ring_in_stages_is_refused_on_gpus():
+    """There a permute might wait for stages without one, and hang; on other chips it is no problem."""
+    plan = tiny.plan(tiny.replaced(layers=4), pipe=2, sequence=2)
+
+    def problems(platform):
+        attention = dataclasses.replace(plan.attention, platform=platform)
+        with use_plan(dataclasses.replace(plan, attention=attention)):
+            return [problem.fix for problem in _setting_problems(2)]
+
+    assert problems("gpu") == ['context="all-to-all"']
+    assert problems("cpu") == problems("tpu") == []

@@ -160,7 +160,7 @@ def test_each_stage_runs_its_own_microbatches():
 @pytest.mark.soak
 def test_evaluation_runs_them_too():
     """The sums of microbatches through the stages are those of one device."""
-    loss_fn = loss_of(train=False)
+    loss_fn = loss_of(train=False, is_counted=True)
     batch = token_batches((12, SEQUENCE), VOCAB, steps=1)[0]
 
     def sums(plan, loss_fn):
@@ -168,7 +168,10 @@ def test_evaluation_runs_them_too():
         placed = place_batch(plan, batch)
         return jax.device_get(make_eval_step(plan, loss_fn)(state.params, state.variables, placed))
 
+    loss_fn = dataclasses.replace(loss_fn, additive=True)
     expected = sums(plan_of(loss_fn), loss_fn)
+    calls.clear()
     found = sums(plan_of(loss_fn, pipe=4), pipelined(loss_fn, 4, 6))
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
+    assert len(calls) == 2 * 4
