@@ -433,7 +433,7 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
         detail = f"mesh.pipe = {size}"
         yield Problem("schedule", f"is for {stages} stages", detail, "make it for the mesh")
     attention = context.attention
-    if attention.is_ring and attention.platform == "gpu":
+    if attention.is_ring and attention.platform in ("cuda", "rocm"):
         yield Problem(
             "context",
             "is a ring, which permutes keys and values inside a stage's task, where GPUs may wait for "

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.chips import SplashBlocks
 from spmd.errors import ConfigError
+from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.layers import attention as attention_module
 from spmd.layers.attention import xla_attention
 from spmd.layers.attention_options import AttentionOptions
-from spmd.layers.gathered_attention import gathered_attention
+from spmd.layers.gathered_attention import _gather, _gather_zigzag, gathered_attention
 from spmd.layers.splash_attention import (
     KernelBlocks,
     Queries,
@@ -36,6 +37,10 @@ from spmd.model_interface.attention_config import (
 )
 from spmd.model_interface.fused_attention import FusedKernel
 from spmd.partition_rules.llama import LLAMA
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
+from spmd.plan.manual import shard_map_over
 from spmd.testing import token_batches
 from tests import tiny
 from tests.one_device import Job
@@ -301,6 +306,34 @@ def test_a_model_trains_as_on_one_device(monkeypatch):
     assert job.alone
     pretend_splash(monkeypatch)
     job.assert_parity(options=(("remat", "full"),), fsdp=2, sequence=2)
+
+
+@pytest.mark.soak
+def test_stages_train_as_one_device(monkeypatch):
+    """In a pipeline too, where late blocks are reversed after they are gathered, and no task permutes."""
+    config = tiny.replaced(layers=2)
+    batches = token_batches((4, SEQ), config.vocab, steps=1)
+    loss_fn = tiny.loss_fn(config)
+    job = Job(tiny.model(config), LLAMA, accumulate(value_and_grad(loss_fn), 2), batches)
+    assert job.alone
+    pretend_splash(monkeypatch)
+    grad_fn = pipeline(loss_fn, tabulate(make_schedule("1f1b", 2, 2)))
+    result = job.parity(grad_fn=grad_fn, pipe=2, sequence=4)
+    assert result.ok, f"\n{result}"
+
+
+def test_late_blocks_are_reversed_after_a_gather():
+    """Two forms of one gather; the control is the order of devices."""
+    mesh, order = tiny.mesh(sequence=4), zigzag(16, 4)
+    tokens = jnp.asarray(order)[None]
+
+    def gathered(x):
+        return _gather(x, Queries(4, is_zigzag=True)), _gather_zigzag(*jnp.split(x, 2, axis=1))
+
+    run = shard_map_over(mesh, ("sequence",), gathered, P(None, "sequence"), (P(), P()))
+    for found in jax.jit(run)(tokens):
+        assert found[0].tolist() == list(range(16))
+    assert order.tolist() != list(range(16))
 
 
 def test_who_chooses_gathered_keys(monkeypatch):
