@@ -44,7 +44,7 @@ def is_partly_manual() -> bool:
 
 
 def is_in_stage() -> bool:
-    """Return whether the region traced here is that of a pipeline's stages."""
+    """Return whether a pipeline's stages are traced."""
     return "pipe" in manual_axes()
 
 

@@ -76,7 +76,7 @@ MUTATIONS = {
     ),
     "wrong psum axis of a gradient": Mutation(
         "spmd/layers/lm_head.py",
-        "psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))",
+        "psum(dx, tuple(axis for axis in self.layout.word_axes if axis not in scattered))",
         "psum(dx, tuple(axis for axis in self.layout.summed_axes if axis not in scattered))",
         (
             "tests/numerics/test_lm_head.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
