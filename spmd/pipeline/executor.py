@@ -226,10 +226,10 @@ class _Stage:
         """
         i, chunk = rows["backward"][-1], rows["backward_chunk"][-1]
         kept = read_slot(saved, rows["backward_saved_slot"][-1])
-        at = self._at(i, chunk)
-        output = self.layers.output(at, kept)
+        output = self.layers.output(kept)
         if output is None:
             return None, totals
+        at = self._at(i, chunk)
         d_chunks, d_shared, sums = totals
 
         def add(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:

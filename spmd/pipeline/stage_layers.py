@@ -53,7 +53,7 @@ class StageLayers(Protocol):
     def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
         """Return the stage's output, and the arrays to keep."""
 
-    def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> Stream | None:
+    def output(self, saved: Sequence[jax.Array]) -> Stream | None:
         """Return the stage's output from the arrays kept; None if only `backward` has it."""
 
     def backward(
@@ -74,9 +74,9 @@ class RecomputedLayers:
         """Return the stage's output; nothing is kept."""
         return self.model.run_layers(at.layers, at.shared, stream, at.number, at.chunk), ()
 
-    def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> None:
+    def output(self, saved: Sequence[jax.Array]) -> None:
         """Return None: the backward task computes the output."""
-        del at, saved
+        del saved
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]
@@ -103,13 +103,16 @@ class SavedLayers:
 
         program, shapes = jax.make_jaxpr(both_passes, return_shape=True)(example, stream)
         results, self._structure = jax.tree.flatten(shapes)
-        self._output, _ = shapes
+        output, _ = shapes
+        outputs, self._output_structure = jax.tree.flatten(output)
+        self._outputs = len(outputs)
         others = len(jax.tree.leaves(example))
         of_stream = len(jax.tree.leaves(stream))
-        self._is_saved = dependent_outputs(program, [False] * others + [True] * of_stream)
+        is_dependent = dependent_outputs(program, [False] * others + [True] * of_stream)
+        # The output comes first. It is kept whatever it depends on, for the loss reads it.
+        self._is_saved = [True] * self._outputs + list(is_dependent[self._outputs :])
         _check_memory(itertools.compress(program.out_avals, self._is_saved))
         self.saved = tuple(itertools.compress(results, self._is_saved))
-        self._empty = stream
         self._program = program
         is_again = [not is_saved for is_saved in self._is_saved]
         part, _ = dce_jaxpr(program.jaxpr, is_again, instantiate=True)
@@ -121,13 +124,9 @@ class SavedLayers:
         output, _ = self._unflatten(results)
         return output, tuple(itertools.compress(results, self._is_saved))
 
-    def output(self, at: Microbatch, saved: Sequence[jax.Array]) -> Stream:
-        """Return the stage's output from the arrays kept: the first ones."""
-        leaves = jax.tree.leaves(self._output)
-        if not all(self._is_saved[: len(leaves)]):  # a part that depends on parameters alone
-            output, _ = self.backward(at, self._empty, saved)
-            return output
-        return jax.tree.unflatten(jax.tree.structure(self._output), saved[: len(leaves)])
+    def output(self, saved: Sequence[jax.Array]) -> Stream:
+        """Return the stage's output: the first of the arrays kept."""
+        return jax.tree.unflatten(self._output_structure, saved[: self._outputs])
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]

@@ -35,10 +35,11 @@ def sum_of_stages(arrays: Any, what: str = "sums of all stages") -> Any:
     Args:
         what: What is summed, for the audit of collectives.
     """
-    is_narrow_wrong = is_cpu(current().mesh)
+    needs_float32 = is_cpu(current().mesh)
 
     def add(x: jax.Array) -> jax.Array:
-        if is_narrow_wrong and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+        is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        if needs_float32 and is_narrow:
             return jax.lax.psum(x.astype(jnp.float32), AXIS).astype(x.dtype)
         return jax.lax.psum(x, AXIS)
 

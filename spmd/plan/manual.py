@@ -117,8 +117,9 @@ def permute(x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
     mesh = current().mesh
     if not (is_in_stage() and is_cpu(mesh)):
         return jax.lax.ppermute(x, axis, pairs)
-    by_target = sorted((target, source) for source, target in pairs)
-    _, sources = zip(*by_target, strict=True)
+    sources = [0] * len(pairs)
+    for source, target in pairs:
+        sources[target] = source
     own = jnp.asarray(sources)[jax.lax.axis_index(axis)]
     return jax.lax.dynamic_index_in_dim(jax.lax.all_gather(x, axis), own, keepdims=False)
 

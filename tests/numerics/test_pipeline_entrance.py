@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.gradients.accumulate import accumulate
@@ -19,20 +18,16 @@ from spmd.pipeline import entrance
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, token_batches
 from spmd.training.batch import place_batch
 from spmd.training.state import init_state
 from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
+from tests.linear_stack import RULES, LinearStack
 from tests.one_device import REORDERED
 from tests.tiers import soak_but
 
 WIDTH, VOCAB, SEQUENCE = 8, 64, 8
-RULES = Rules(
-    [("embed/embedding", P(None, "fsdp")), ("kernel", P("fsdp")), ("bias", replicate("small"))],
-    stacked={"layers": "pipe"},
-)
 calls = []
 
 
@@ -53,15 +48,13 @@ def counted(x):
 counted.defvjp(lambda x: (counted(x), None), lambda _, d: (d,))
 
 
-class Net(nnx.Module):
+class Net(LinearStack):
     """A layer of another kind before the stack, with dropout of its own."""
 
-    def __init__(self, rngs, is_counted=False, has_first=True, layers=8):
-        make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), in_axes=0, out_axes=0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+    def __init__(self, rngs, is_counted=False, has_first=True):
+        super().__init__(rngs, VOCAB, layers=8, width=WIDTH)
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs) if has_first else None
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
         self.is_counted = is_counted
 
     def embed_inputs(self, tokens):
@@ -69,16 +62,6 @@ class Net(nnx.Module):
         if self.first is not None:
             x = x + jnp.tanh(self.first(x))
         return (counted(x) if self.is_counted else x), None
-
-    def apply_layers(self, x, context):
-        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return scan(lambda layer, x: x + jnp.tanh(layer(x)))(self.layers, x), None
-
-    def compute_outputs(self, x, values):
-        return self.embed.attend(x)
-
-    def __call__(self, tokens):
-        return self.compute_outputs(*self.apply_layers(*self.embed_inputs(tokens)))
 
 
 @functools.cache

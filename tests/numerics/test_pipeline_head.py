@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -22,12 +21,12 @@ from spmd.models.decoder import decoder_rules
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, token_batches
 from spmd.training.batch import place_batch
 from spmd.training.state import init_state
 from spmd.training.step import make_eval_step, make_train_step
-from tests import tiny
+from tests import linear_stack, tiny
+from tests.linear_stack import LinearStack
 from tests.one_device import REORDERED
 from tests.tiers import soak_but
 
@@ -41,7 +40,7 @@ def weighted_token_losses(outputs: Outputs, batch) -> dict:
     losses, correct = token_losses(outputs.logits, batch["targets"])
     weights = batch["weights"]
     stream, kernel = outputs.logits.x, outputs.logits.kernel
-    # A token without a target, whose loss would be infinite with one that no word has.
+    # Without a weight a target is no word, and its loss any number: it must be a finite one.
     losses = jnp.where(weights > 0, losses, jnp.exp(-losses))
     others = 1e-2 * (stream.astype(jnp.float32) ** 2).mean(axis=-1) + 1e-3 * (kernel**2).mean()
     return {
@@ -152,38 +151,6 @@ def test_a_cotangent_of_one_stage_alone_is_noticed(monkeypatch):
     assert {row.what for row in result.rows if not row.ok} >= {"gradients"}
 
 
-class Plain(nnx.Module):
-    """A model of a user's own, whose logits are an array."""
-
-    def __init__(self, rngs, vocab, width=8, layers=4):
-        make = nnx.vmap(lambda rngs: nnx.Linear(width, width, rngs=rngs), in_axes=0, out_axes=0)
-        self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
-
-    def embed_inputs(self, tokens):
-        return self.embed(tokens), None
-
-    def apply_layers(self, x, context):
-        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return scan(lambda layer, x: x + jnp.tanh(layer(x)))(self.layers, x), None
-
-    def compute_outputs(self, x, values):
-        return self.embed.attend(x)
-
-    def __call__(self, tokens):
-        return self.compute_outputs(*self.apply_layers(*self.embed_inputs(tokens)))
-
-
-PLAIN_RULES = Rules(
-    [
-        ("embed/embedding", P(None, "fsdp")),
-        ("layers/kernel", P("fsdp")),
-        ("bias", replicate("small")),
-    ],
-    stacked={"layers": "pipe"},
-)
-
-
 def product_sizes(lowered):
     """The sizes of dimensions of all products of a traced program."""
     lines = lowered.as_text().splitlines()
@@ -202,8 +169,8 @@ def test_a_stage_multiplies_its_words_alone():
     own = step_sizes(tiny.loss_fn(CASES["tied"][0]), plan_of("tied", pipe=4, fsdp=2), 80)
     assert 20 in own
     assert 80 not in own
-    model = spmd.from_nnx(lambda rngs: Plain(rngs, 80))
-    plan = spmd.make_plan(tiny.mesh(pipe=4, fsdp=2), PLAIN_RULES, model, OPTIMIZER)
+    model = spmd.from_nnx(lambda rngs: LinearStack(rngs, vocab=80, layers=4))
+    plan = spmd.make_plan(tiny.mesh(pipe=4, fsdp=2), linear_stack.RULES, model, OPTIMIZER)
     plain = step_sizes(next_token_loss(model), plan, 80)
     assert 80 in plain
     assert 20 not in plain
