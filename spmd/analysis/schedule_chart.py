@@ -5,10 +5,8 @@ Time runs from left to right, stages from top to bottom.
 
 import dataclasses
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import Any
 
-from spmd.errors import ConfigError, Problem
 from spmd.pipeline.schedule_files import to_csv
 from spmd.pipeline.simulate import ScheduleTimeline, Slot
 
@@ -365,23 +363,6 @@ def _linear(channel: int) -> float:
     if value <= 0.04045:
         return value / 12.92
     return ((value + 0.055) / 1.055) ** 2.4
-
-
-def write_svg(timeline: ScheduleTimeline, path: str | Path) -> None:
-    """Write the SVG to a file.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    try:
-        Path(path).write_text(svg(timeline), encoding="utf-8")
-    except OSError as error:
-        problem = Problem(
-            str(path),
-            f"cannot be written: {error.strerror}",
-            fix="a file in a folder that exists",
-        )
-        raise ConfigError("The schedule was not drawn:", [problem]) from error
 
 
 def to_json(timeline: ScheduleTimeline) -> dict[str, Any]:

@@ -4,11 +4,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Generic
 
 from spmd.analysis.memory import CATEGORIES, MemoryReport
-from spmd.analysis.schedule_chart import chart, to_json, write_svg
+from spmd.analysis.schedule_chart import chart, svg, to_json
 from spmd.analysis.topology import (
     Topology,
     compiler_versions,
@@ -36,6 +35,7 @@ from spmd.run.step_source import StepSource, compile_on, time_compiled_step
 from spmd.run.step_time import time_program
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.report import StepTime
+from spmd.storage.output_file import output_problems, write_output
 from spmd.tree import human_bytes
 
 
@@ -197,12 +197,7 @@ def _time_problems(command: _PlanOptions) -> Iterator[Problem]:
         return
     if not command.time:
         yield Problem("--trace", "is the schedule of a compiled program", fix="add --time")
-    if not Path(command.trace).absolute().parent.is_dir():  # before minutes of compilation
-        yield Problem(
-            "--trace",
-            f"{command.trace} is in no folder that exists",
-            fix="--trace FILE in one that does",
-        )
+    yield from output_problems("--trace", command.trace)  # before minutes of compilation
 
 
 def _print_time(command: _PlanOptions, found: StepTime) -> int:
@@ -341,7 +336,7 @@ def _print_schedule(command: PlanCommand, schedule: Schedule | None, *, recomput
     timeline = simulate(schedule)
     execution = describe_execution(schedule, recompute=recompute)
     if command.svg:
-        write_svg(timeline, command.svg)
+        write_output("--svg", command.svg, svg(timeline))
     if command.json:
         record = {**to_json(timeline), "execution": execution, "svg": command.svg or None}
         print(json.dumps(record, indent=2))

@@ -27,6 +27,7 @@ from spmd.run.config import M
 from spmd.run.load_config import is_python_file, shipped
 from spmd.run.run_dir import RunDir
 from spmd.storage.address import locate
+from spmd.storage.output_file import write_output
 from spmd.tree import human_bytes
 
 _TITLE = "Report not written:"
@@ -164,7 +165,7 @@ def _check_file(file: str) -> None:
 
 
 def _write(text: str, file: str, notes: Sequence[str]) -> None:
-    page.write(text, file)
+    write_output("--out", file, text)
     for note in notes:
         print(f"note: {note}")
     print(f"written to {file}: {human_bytes(len(text.encode()))}")

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from spmd.commands.flag_names import given_flags
 from spmd.commands.parsing import parse_command, parse_flags, split_arguments
@@ -17,6 +16,7 @@ from spmd.job_files.slurm import SlurmJob
 from spmd.job_files.tpu_vm import TpuVmJob
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.preflight import preflight
+from spmd.storage.output_file import write_output
 
 JOBS: Mapping[str, type[SlurmJob | KubernetesJob | TpuVmJob]] = {
     "slurm": SlurmJob,
@@ -56,7 +56,7 @@ def run_script(arguments: list[str]) -> int:
     text = job.render(train)
     _note_missing_wrapper(job)
     if job.file:
-        Path(job.file).write_text(text, encoding="utf-8")
+        write_output("--file", job.file, text)
     else:
         print(text, end="")
     return 0

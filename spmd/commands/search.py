@@ -17,7 +17,7 @@ from spmd.commands.parsing import (
 )
 from spmd.commands.plan import mesh_on
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, check_local
 from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
@@ -26,6 +26,7 @@ from spmd.run.load_config import load_config, shipped
 from spmd.run.search import Candidate, Search, largest_batch, make_search, slice_sizes
 from spmd.run.step_source import ConfigSource, StepFile, StepSource
 from spmd.storage.address import is_address
+from spmd.storage.output_file import output_problems, write_output
 from spmd.tree import human_bytes
 
 _ROWS = 10
@@ -118,6 +119,7 @@ def _problems(command: _SearchOptions) -> Iterator[Problem]:
         return
     if command.confirm < 0:
         yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
+    yield from check_local("--state", command.state)
     topology = parse_topology(command.topology)
     if isinstance(command, SearchCommand):
         yield from _config_problems(command, topology)
@@ -153,12 +155,7 @@ def _write_problems(command: SearchCommand) -> Iterator[Problem]:
             "has no settings to write with --largest-batch",
             fix="ask for one of them",
         )
-    if not Path(command.write).absolute().parent.is_dir():  # before minutes of compilation
-        yield Problem(
-            "--write",
-            f"{command.write} is in no folder that exists",
-            fix="--write FILE in one that does",
-        )
+    yield from output_problems("--write", command.write)  # before minutes of compilation
 
 
 def _search(command: _SearchOptions, source: StepSource, topology: Topology, path: Path) -> Search:
@@ -357,15 +354,7 @@ def _write(command: SearchCommand, topology: Topology, name: str, best: Candidat
         "import dataclasses\n\nfrom spmd.run.load_config import load_config\n\n"
         f"base = load_config({json.dumps(name)})\nconfig = {code}\n"
     )
-    try:
-        Path(command.write).write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = Problem(
-            "--write",
-            f"{command.write}: {error.strerror}",
-            fix="a file in a folder that exists",
-        )
-        raise ConfigError("The config cannot be written:", [problem]) from None
+    write_output("--write", command.write, text)
 
 
 def _name_for_code(given: str, path: Path) -> str:

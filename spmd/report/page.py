@@ -4,11 +4,11 @@ import dataclasses
 import html
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NewType
 
-from spmd.errors import ConfigError, Problem, nearest_file
+from spmd.errors import Problem
 from spmd.report.charts import Chart, library
+from spmd.storage.output_file import output_problems
 
 Html = NewType("Html", str)
 """Text in which everything that is not markup is escaped."""
@@ -189,33 +189,14 @@ def _swatch(colour: str, dash: str) -> str:
     return f'<path d="M0 5H18" stroke="{colour}" stroke-width="2.4"{pattern}/>'
 
 
-def write(text: str, file: str) -> None:
-    """Write a page to a file; raise `ConfigError` if it cannot be written."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = Problem(
-            "--out",
-            f"{file} cannot be written: {error.strerror}",
-            fix="--out FILE.html elsewhere",
-        )
-        raise ConfigError("Report not written:", [problem]) from error
-
-
 def check_file(file: str) -> list[Problem]:
     """Return a problem if a report cannot be written to a file of this name."""
     fix = "--out report.html"
-    folder = Path(file).absolute().parent
     if not file:
         return [Problem("--out", "is not given", fix=fix)]
     if not file.endswith(".html"):
         return [Problem("--out", f"is {file}, and a report is an HTML file", fix=fix)]
-    if not folder.is_dir():
-        what = f"{file} is in no folder that exists"
-        return [Problem("--out", what, fix=nearest_file(folder))]
-    if Path(file).is_dir():
-        return [Problem("--out", f"{file} is a folder", fix=fix)]
-    return []
+    return output_problems("--out", file)
 
 
 _POLICY = (

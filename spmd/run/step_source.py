@@ -56,7 +56,8 @@ from spmd.run.step_time import estimate_time, estimate_traced_time, time_program
 from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, nontrivial_axes
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import hardware_of
-from spmd.step_time.report import StepTime, write_trace
+from spmd.step_time.report import StepTime, chrome_trace
+from spmd.storage.output_file import write_output
 from spmd.training.alternating import AlternatingStep
 from spmd.training.step import TrainStep
 
@@ -514,5 +515,5 @@ def time_compiled_step(source: StepSource, topology: Topology, trace: str = "") 
     work = source.workload(made)
     found, line = time_program(made, topology, compiled, work, keep_spans=bool(trace))
     if trace:
-        write_trace(trace, line.spans, str(topology))
+        write_output("--trace", trace, chrome_trace(line.spans, str(topology)))
     return found

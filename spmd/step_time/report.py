@@ -3,12 +3,10 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from spmd.analysis.topology import Topology
 from spmd.chips import Hardware
-from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.roofline import Roofline
@@ -221,12 +219,8 @@ def _collective_line(collective: CollectiveTime) -> str:
     return line
 
 
-def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
-    """Write spans in Chrome's trace format, as opened by Perfetto and chrome://tracing.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+def chrome_trace(spans: Sequence[Span], what: str) -> str:
+    """Return spans in Chrome's trace format, as opened by Perfetto and chrome://tracing."""
     lanes = list(dict.fromkeys(("device", "network", *(span.lane for span in spans))))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": what}}
@@ -235,15 +229,7 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
         events.append(_lane_event(number, lane))
     for span in spans:
         events.append(_span_event(span, lanes.index(span.lane)))
-    try:
-        Path(file).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    except OSError as error:
-        problem = Problem(
-            "trace",
-            f"cannot be written: {error.strerror}: {file}",
-            fix="--trace FILE in a folder that exists",
-        )
-        raise ConfigError("Trace not written:", [problem]) from None
+    return json.dumps({"traceEvents": events})
 
 
 def _lane_event(number: int, lane: str) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from spmd.storage import shared_folders
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
 from spmd.storage.mirror import Mirror
+from spmd.storage.output_file import output_problems, write_output
 from tests.chats import write_tokenizer
 from tests.google_storage import google_storage
 from tests.object_stores import FaultProxy, environment, started_servers
@@ -200,6 +201,18 @@ def test_a_bucket_that_does_not_exist_is_one_sentence(servers):
     for address in ("s3://no-such-bucket/run", "gs://no-such-bucket/run"):
         with pytest.raises(StorageError, match="the bucket no-such-bucket does not exist"):
             Bucket(locate(address)).check()
+
+
+def test_a_single_file_is_written(s3, key):
+    """By its address; a bucket that does not exist is known before."""
+    file = s3.address(f"{key}/report.html")
+    assert not output_problems("--out", file)
+    write_output("--out", file, "a report")
+    assert bucket(s3, key).read("report.html") == b"a report"
+    absent = "s3://no-such-bucket/report.html"
+    (problem,) = output_problems("--out", absent)
+    what = f"--out: {absent}: the bucket no-such-bucket does not exist"
+    assert str(problem).splitlines()[0] == what
 
 
 @pytest.mark.parametrize("kind", STORES)

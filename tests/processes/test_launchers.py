@@ -1,6 +1,6 @@
 """Runs that something else starts, for real: a rehearsal, mpirun, and a Slurm that takes its nodes away half-way."""
 
-import json
+import contextlib
 import os
 import re
 import signal
@@ -8,22 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import CheckpointManager
-from spmd.run.build import make_setup
-from spmd.run.config import with_values
-from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
-from spmd.sharding.mesh import mesh_of
-from spmd.training.state import abstract_state
 from tests.slurm_cluster import missing_programs, slurm_cluster
-from tests.train_runs import PACED, SLOWLY
+from tests.train_runs import PACED, SLOWLY, losses, saved, state
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -76,10 +70,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(folder):
-    """Where commands find `spmd`, and programs that were compiled before."""
+def environment(folder, s3_of_session):
+    """Where commands find `spmd`, programs that were compiled before, and the server of a bucket."""
     return {
         **os.environ,
+        **s3_of_session.environment,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -90,20 +85,10 @@ def command(*words):
     return [str(word) for word in words]
 
 
-def losses(out: Path) -> dict[int, float]:
-    if not (out / "metrics.jsonl").exists():
-        return {}
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().split("\n")[:-1]]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def params(folder: Path, out: Path):
+def params(folder: Path, out: Path | str):
     """The parameters and the optimizer's state after the last step, on two of this process's devices."""
-    config = with_values(load_config(str(folder / "tiny.py")), {"devices": 2})
-    setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:2]))
-    with CheckpointManager(out / "checkpoints") as checkpoints:
-        state, _ = checkpoints.restore(STEPS, abstract_state(setup.plan))
-    return jax.tree.map(np.asarray, (state.params, state.optimizer_state))
+    after = state(folder / "tiny.py", out, STEPS, fsdp=2)
+    return after.params, after.optimizer_state
 
 
 def wait_for(what: str, condition, seconds: float, describe=lambda: "") -> None:
@@ -113,12 +98,10 @@ def wait_for(what: str, condition, seconds: float, describe=lambda: "") -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
-def by_mpi(folder, environment):
-    """A run of two processes that mpirun starts and nothing interrupts."""
+def run_by_mpi(folder, environment, out):
+    """Train in two processes that mpirun starts and nothing interrupts."""
     absent = missing_programs(("mpirun",))
     assert not absent, "mpirun is not installed; run `make system` as root"
-    out = folder / "mpi"
     mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", 2)
     done = subprocess.run(
         command(*mpirun, "spmd", "train", "tiny.py", "--out", out, *FLAGS),
@@ -131,7 +114,13 @@ def by_mpi(folder, environment):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"done: {STEPS} steps" in done.stdout
-    return out
+
+
+@pytest.fixture(scope="module")
+def by_mpi(folder, environment):
+    """The folder of a run of two processes that mpirun starts."""
+    run_by_mpi(folder, environment, folder / "mpi")
+    return folder / "mpi"
 
 
 @pytest.mark.soak
@@ -160,9 +149,19 @@ def test_mpirun_trains_as_one_process(folder, environment, by_mpi):
 
 
 @pytest.mark.soak
-def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
+def test_mpirun_trains_into_a_bucket(folder, environment, by_mpi, s3_of_session):
+    """Each process writes its part: the run is bitwise that of a disk."""
+    out = s3_of_session.address("launched/mpi")
+    run_by_mpi(folder, environment, out)
+    assert losses(out) == losses(by_mpi)
+    jax.tree.map(np.testing.assert_array_equal, params(folder, out), params(folder, by_mpi))
+
+
+@pytest.mark.soak
+def test_rehearsal_ends_when_a_process_is_killed(folder, environment, place):
     """`spmd launch` trains in two processes; one is killed, the other ends too, and the message says which it was."""
-    out, printed = folder / "rehearsed", folder / "rehearsed.txt"
+    out = place(folder / "rehearsed")
+    printed = folder / "rehearsed.txt"
     words = command(
         "spmd",
         "launch",
@@ -198,12 +197,9 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
 
 
 @pytest.mark.soak
-def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
-    """The written script runs on two nodes; preempted, it saves, is requeued and finishes as if never interrupted.
-
-    So does the example that ships, on the same nodes.
-    """
-    out = folder / "slurm"
+def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi, place):
+    """The written script runs on two nodes; preempted, it saves, is requeued and finishes as if never interrupted."""
+    out = place(folder / "slurm")
     written = ("--nodes", 2, "--name", "tiny", "--out", out, "--file", "job.sh", "--", *FLAGS)
     subprocess.run(
         command("spmd", "script", "slurm", "tiny.py", *written),
@@ -212,16 +208,8 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
         check=True,
         timeout=120,
     )
-    # Slurm's sockets lie deep in its folder, and a path to a socket has at most 108 bytes.
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp") as short,
-        slurm_cluster(Path(short) / "slurm", nodes=2) as cluster,
-    ):
-        variables = {
-            **environment,
-            **SLOWLY,
-            **{n: cluster[n] for n in cluster if n.startswith("SLURM")},
-        }
+    with cluster_variables(environment, nodes=2) as variables:
+        variables.update(SLOWLY)
         job = slurm(variables, folder, "sbatch", "--parsable", "job.sh").strip()
         log = folder / f"tiny-{job}.log"
 
@@ -242,7 +230,7 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
         )
         reached = len(losses(out))
         assert 3 <= reached < STEPS
-        assert (out / "checkpoints" / str(reached)).is_dir(), "the last step was saved"
+        assert reached in saved(out), "the last step was saved"
         assert "exit code 75" in log.read_text().lower()
         # Slurm lets a requeued job wait for two minutes; nobody needs to.
         slurm(variables, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
@@ -250,13 +238,18 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
             "the end", lambda: re.search("JobState=(COMPLETED|FAILED)", state()), 200, describe
         )
         assert "JobState=COMPLETED Restarts=1 ExitCode=0:0" in state(), describe()
-        printed = slurm(
-            variables, folder, "sh", str(ROOT / "examples" / "slurm_run.sh"), *EXAMPLE, seconds=200
-        )
-        assert "runs/own-text/checkpoints/3" in printed
     assert f"resuming from step {reached}" in log.read_text()
     assert losses(out) == losses(by_mpi)
     jax.tree.map(np.testing.assert_array_equal, params(folder, out), params(folder, by_mpi))
+
+
+@pytest.mark.soak
+def test_the_example_for_slurm_runs(folder, environment):
+    """On two nodes, to its last checkpoint."""
+    example = ROOT / "examples" / "slurm_run.sh"
+    with cluster_variables(environment, nodes=2) as variables:
+        printed = slurm(variables, folder, "sh", str(example), *EXAMPLE, seconds=200)
+    assert "runs/own-text/checkpoints/3" in printed
 
 
 @pytest.mark.soak
@@ -285,11 +278,7 @@ def test_slurm_files_start_several_processes_in_a_wrapper_or_nothing(folder, env
             timeout=120,
         )
     ended = {}
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp") as short,
-        slurm_cluster(Path(short) / "slurm", nodes=2, cpus=4, gpus=2) as cluster,
-    ):
-        variables = {**environment, **{n: cluster[n] for n in cluster if n.startswith("SLURM")}}
+    with cluster_variables(environment, nodes=2, cpus=4, gpus=2) as variables:
         for name in files:
             submit = ("sbatch", "--parsable", f"{name}.sh")
             job = slurm(variables, folder, *submit).strip()
@@ -313,6 +302,18 @@ def test_slurm_files_start_several_processes_in_a_wrapper_or_nothing(folder, env
         assert sentence in log
         assert "Traceback" not in log
         assert not RunDir(folder / "runs" / name).has_run
+
+
+@contextlib.contextmanager
+def cluster_variables(environment, **options) -> Iterator[dict[str, str]]:
+    """Run a cluster of Slurm; yield the environment in which commands find it."""
+    # Slurm's sockets lie deep in its folder, and a path to a socket has at most 108 bytes.
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        slurm_cluster(Path(short) / "slurm", **options) as cluster,
+    ):
+        found = {name: cluster[name] for name in cluster if name.startswith("SLURM")}
+        yield {**environment, **found}
 
 
 def has_ended(environment, folder, job):

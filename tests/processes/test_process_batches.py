@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from tests.object_stores import Server
 from tests.train_runs import ROOT, finish_together, free_port
 
 START = """
 import json, sys
-from pathlib import Path
 import jax, numpy as np, optax
 from jax.sharding import PartitionSpec as P
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-port, me, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+port, me, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
 import spmd
 
@@ -91,7 +91,7 @@ CONFIG = spmd.RunConfig(steps=6, checkpoint_every=2, log_every=1, metrics_to=())
 
 def run(name, batches, **options):
     options = {"process_batches": True, **options}
-    return spmd.Run(folder / name, STEP, batches, config=CONFIG, **options)
+    return spmd.Run(f"{folder}/{name}", STEP, batches, config=CONFIG, **options)
 
 def bits(result):
     w = result.state.params["w"]
@@ -121,7 +121,8 @@ killed = Loader(stop=4 if me == 1 else 99, error=OSError("the disk is gone"))
 out["killed"] = caught(run("cut", killed).train)
 out["none"] = caught(run("none", Loader(stop=0 if me == 1 else 99)).train)
 out["resumed"] = bits(run("cut", Loader()).train("auto"))
-record = json.loads((folder / "cut" / "checkpoints" / "2" / "record.json").read_text())
+with spmd.CheckpointManager(f"{folder}/cut/checkpoints", read_only=True) as checkpoints:
+    record = checkpoints.record(2)
 out["record"] = record["loader"]["batches"], len(record["loader"]["states"])
 
 # The control: a loader that forgets its state draws the first batches again.
@@ -170,7 +171,7 @@ out["other rows"] = caught(lambda: fit([global_batch(n + me * (n == 2)) for n in
 """
 
 
-def run_both(program: str, folder: Path) -> list[dict[str, Any]]:
+def run_both(program: str, folder: Path | str) -> list[dict[str, Any]]:
     port = free_port()
     code = START + program + END
     outputs = finish_together(
@@ -190,6 +191,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_run_resumes_bitwise_from_the_states_of_all_loaders(both: list[dict[str, Any]]) -> None:
     """After the loader of one has failed: both end, and go on from their checkpoint as if nothing had been. A loader
     that forgets its state is the control."""
+    assert_resumed(both)
+
+
+@pytest.mark.soak
+def test_a_run_in_a_bucket_resumes_from_the_states_of_all_loaders(s3_of_session: Server) -> None:
+    """As one on a disk."""
+    assert_resumed(run_both(RUNS, s3_of_session.address("process-batches")))
+
+
+def assert_resumed(both: list[dict[str, Any]]) -> None:
+    """What two processes found in `RUNS` is as it should be."""
     first, second = both
     assert (first["shard"], second["shard"]) == ([0, 2], [1, 2])
     for found in both:

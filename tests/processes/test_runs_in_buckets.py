@@ -132,6 +132,10 @@ def test_commands_take_a_run_in_a_bucket(s3, key, whole, tmp_path):
     status = json.loads(text)
     assert (code, status["step"], status["is_done"]) == (0, 10, True)
     assert not status["lease"]["is_alive"]
+    code, text, errors = command("report", out, "--out", f"{out}/report.html")
+    assert (code, errors.count("Traceback")) == (0, 0)
+    assert f"written to {out}/report.html" in text
+    assert Bucket(locate(out)).read("report.html").startswith(b"<!DOCTYPE html>")
     code, text, errors = command("export", out, "--out", tmp_path / "exported")
     assert code == 0
     assert (tmp_path / "exported" / "model.safetensors").exists()
@@ -206,6 +210,35 @@ def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, who
     on_disk.write_bytes(objects.read("imported/config.py"))
     train(on_disk, tmp_path / "tuned", "--init", tmp_path / "hf", *flags, *shapes)
     assert losses(out) == losses(tmp_path / "tuned")
+
+
+@pytest.mark.soak
+def test_two_processes_import_into_a_bucket_and_share_a_cache_of_programs(s3, key, whole, tmp_path):
+    """They train as from the Hugging Face folder; a second run of them compiles nothing."""
+    config, expected = whole
+    hf, made = tmp_path / "hf", s3.address(f"{key}/imported")
+    assert command("export", expected, "--out", hf)[0] == 0
+    importing = ("import", hf, "--out", made, "--devices", "4", "--mesh.fsdp", "4")
+    code, _, errors = command("launch", "--processes", "2", "--", *importing)
+    assert code == 0, errors
+    flags = ("--steps", 4, "--optimizer.warmup-steps", 1)
+    cache = ("--compilation-cache-dir", s3.address(f"{key}/programs"))
+    options = {"processes": 2, "devices": 2}
+    train(config, tmp_path / "from-hf", "--init", hf, *flags, **options)
+    programs = []
+    for name in ("first", "second"):
+        out = s3.address(f"{key}/{name}")
+        environment = {"HOME": str(tmp_path / name)}  # its local copies are its own
+        train(
+            *(config, out, "--init", made, *flags, *cache),
+            **options,
+            printed=tmp_path / name,
+            environment=environment,
+        )
+        assert losses(out) == losses(tmp_path / "from-hf")
+        programs.append(Bucket(locate(s3.address(f"{key}/programs"))).list())
+    assert any("jit__step" in program for program in programs[0])
+    assert programs[0] == programs[1]
 
 
 @pytest.mark.soak

@@ -1,0 +1,70 @@
+"""Single files that a command writes, such as a report: on a disk or in a bucket."""
+
+import dataclasses
+
+from spmd.errors import ConfigError, Problem, StorageError, nearest_file
+from spmd.storage.address import BucketPath, locate, location_problems
+from spmd.storage.bucket import Bucket
+
+_PATIENCE = 60.0
+"""Seconds of repeated requests to a store that does not answer: somebody waits at a terminal."""
+
+
+def output_problems(where: str, file: str) -> list[Problem]:
+    """Return what prevents that a file is written, before the work for its content begins.
+
+    Args:
+        where: The flag or argument by which the file was given.
+
+    Example:
+        >>> print(*output_problems("--svg", "s3://bucket"))
+        --svg: s3://bucket names a bucket without a key
+            fix: a key after the bucket, such as s3://bucket/runs/demo
+    """
+    problems = location_problems(where, file)
+    if problems:
+        return problems
+    location = locate(file)
+    if isinstance(location, BucketPath):
+        return _bucket_problems(where, location)
+    folder = location.absolute().parent
+    if not folder.is_dir():
+        return [Problem(where, f"{file} is in no folder that exists", fix=nearest_file(folder))]
+    if location.is_dir():
+        return [Problem(where, f"{file} is a folder", fix="the name of a file")]
+    return []
+
+
+def _bucket_problems(where: str, location: BucketPath) -> list[Problem]:
+    """Return why a bucket cannot be reached; nothing is written."""
+    try:
+        Bucket(location, patience=_PATIENCE).check()
+    except StorageError as error:
+        problems = []
+        for problem in error.problems:
+            what = f"{problem.where}: {problem.what}"
+            problems.append(dataclasses.replace(problem, where=where, what=what))
+        return problems
+    return []
+
+
+def write_output(where: str, file: str, text: str) -> None:
+    """Write a text to a file, or to an object of a bucket.
+
+    Args:
+        where: The flag or argument by which the file was given.
+
+    Raises:
+        ConfigError: The file cannot be written.
+        StorageError: The object cannot be.
+    """
+    location = locate(file)
+    if isinstance(location, BucketPath):
+        Bucket(location.parent, patience=_PATIENCE).write(location.name, text.encode())
+        return
+    try:
+        location.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"{file} cannot be written: {error.strerror}"
+        problem = Problem(where, what, fix="a file in a folder that exists")
+        raise ConfigError("File not written:", [problem]) from error
