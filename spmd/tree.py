@@ -153,6 +153,21 @@ def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
     return out
 
 
+def part_like(tree: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a nested dictionary at the paths of another.
+
+    Example:
+        >>> part_like({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 0}})
+        {'a': {'y': 2}}
+    """
+    out: dict[str, Any] = {}
+    for key, child in like.items():
+        out[key] = tree[key]
+        if isinstance(child, Mapping):
+            out[key] = part_like(tree[key], child)
+    return out
+
+
 def nested(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the nested dictionary of a table by path: the inverse of `flatten`, for string keys.
 

@@ -212,10 +212,10 @@ class Run:
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
 
 
-def train(config, out, *arguments, **options):
-    """Runs to the end; all must exit with 0."""
+def train(config, out, *arguments, seconds=300, **options):
+    """Runs to the end, within so many seconds; all must exit with 0."""
     with Run(config, out, *arguments, **{"environment": {}, **options}) as run:
-        codes = run.codes()
+        codes = run.codes(seconds)
         assert codes == [0] * len(codes), [run.text(i)[-3000:] for i in range(len(codes))]
     return run
 

@@ -158,7 +158,7 @@ def _report_runs(arguments: list[str]) -> int:
 
 def _check_file(file: str) -> None:
     """Raise for mistakes before minutes of work: no file, no folder, no library."""
-    problems = page.check_file(file)
+    problems = page.check_file("--out", file)
     if problems:
         raise ConfigError(_TITLE, problems)
     charts.library()

@@ -6,11 +6,13 @@
 | changed by itself | random state of dropout | variables alone |
 | changed by the examples | batch statistics | the batch, the parameters or the step's key, too |
 
-Values of the second kind are known before any microbatch runs.
+Values of the second kind are known before any microbatch runs. Those of the third are not read in
+training, as a rule: of batch statistics the mean of the batch is used, and the running mean only
+kept.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.gradients.losses import LossFn, ModelLoss, check_returned
-from spmd.jaxpr.dependence import dependent_outputs
+from spmd.jaxpr.dependence import dependent_outputs, needed_inputs
 from spmd.jaxpr.forwarding import forwarded_inputs
 from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
@@ -33,29 +35,47 @@ class VariableChanges:
     Attributes:
         by_itself: Paths of the variables whose next value depends on variables alone.
         by_examples: Paths of those whose next value depends on anything else, too.
-        program: The loss as a function from the leaves of `(variables, arguments)` to those of the
-            next variables.
+        variables: All variables, before the first microbatch.
+        program: The loss as a function from the leaves of `(variables, arguments)` to those of
+            `(next variables, sums)`.
         arguments: All other arguments of the loss.
     """
 
     by_itself: Sequence[str]
     by_examples: Sequence[str]
+    variables: Any
     program: ClosedJaxpr
     arguments: Any
 
-    def before_each(self, changing: Any, variables: Any, microbatches: int) -> tuple[Any, Any]:
+    def read_of(self, carried: Collection[str]) -> list[str]:
+        """Return the variables of `carried` whose values the sums, or any other variable, depend on.
+
+        Args:
+            carried: Paths of variables.
+        """
+        paths = list(tree.flatten(self.variables))
+        sums = len(self.program.out_avals) - len(paths)
+        outputs = [path not in carried for path in paths] + [True] * sums
+        is_read = needed_inputs(self.program, outputs)
+        found = []
+        for path, is_one in zip(paths, is_read, strict=False):  # arguments follow the variables
+            if is_one and path in carried:
+                found.append(path)
+        return found
+
+    def before_each(self, changing: Any, microbatches: int) -> tuple[Any, Any]:
         """Return variables of `by_itself`: before each microbatch, and after all.
 
         Args:
-            changing: The part of `variables` to return.
-            variables: All variables, before the first microbatch.
+            changing: The part of the variables to return.
 
         Returns:
             Trees like `changing` with arrays `[…, microbatch]`, and with arrays `[…]`.
         """
-        first = tree.flatten(variables)
+        first = tree.flatten(self.variables)
         own = tree.flatten(changing)
         is_own = [path in own for path in first]
+        is_own += [False] * (len(self.program.out_avals) - len(is_own))
         part, _ = dce_jaxpr(self.program.jaxpr, is_own, instantiate=True)
         advanced = jaxpr_as_fun(ClosedJaxpr(part, self.program.consts))
 
@@ -88,8 +108,8 @@ def read_changes(
     def after(variables: Any, arguments: Any) -> Any:
         params, batch, key = arguments
         returned = loss_fn(params_for_forward(params), variables, batch, key)
-        _, found = check_returned(returned, variables)
-        return found
+        sums, found = check_returned(returned, variables)
+        return found, sums
 
     arguments = params, batch, key
     program = jax.make_jaxpr(after)(variables, arguments)
@@ -97,10 +117,11 @@ def read_changes(
     is_other = [False] * len(paths) + [True] * len(jax.tree.leaves(arguments))
     by_itself = list[str]()
     by_examples = list[str]()
-    flags = zip(forwarded_inputs(program), dependent_outputs(program, is_other), strict=True)
-    for number, (source, of_examples) in enumerate(flags):
-        if source == number:
+    sources = forwarded_inputs(program)
+    of_examples = dependent_outputs(program, is_other)
+    for number, path in enumerate(paths):  # sums follow the variables
+        if sources[number] == number:
             continue
-        changed = by_examples if of_examples else by_itself
-        changed.append(paths[number])
-    return VariableChanges(by_itself, by_examples, program, arguments)
+        changed = by_examples if of_examples[number] else by_itself
+        changed.append(path)
+    return VariableChanges(by_itself, by_examples, variables, program, arguments)

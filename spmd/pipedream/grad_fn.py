@@ -112,7 +112,7 @@ def _partition(
         microbatches=table.microbatches,
     )
     (_, of_layers), (_, others), _ = arrays
-    changing = tree.flatten(tree.merge(of_layers.changing, others.changing))
+    changing = tree.flatten(tree.merge(of_layers.changing, of_layers.statistics, others.changing))
     problems = []
     for path in sorted({*loss.model.info().step_variables, *changing}):
         what = "changes while microbatches are in flight"

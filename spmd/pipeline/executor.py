@@ -49,9 +49,9 @@ Carry = dict[str, Any]
 """The carry of the scan.
 
 It has slots for `inputs`, what is `saved` between tasks, and `gradients`; the streams `arrived`
-(from the previous stage) and `sent_back` (to it in the next tick); what the entrance has `held`,
-within `run_ticks`; and `totals`: gradients of layers `[version · chunk, …]`, of all other
-parameters `[version, …]`, and sums `[version]`.
+(from the previous stage) and `sent_back` (to it in the next tick); the `statistics` of layers,
+`[chunk, layer, …]`; what the entrance has `held`, within `run_ticks`; and `totals`: gradients of
+layers `[version · chunk, …]`, of all other parameters `[version, …]`, and sums `[version]`.
 """
 
 
@@ -71,6 +71,7 @@ def first_carry(
         "gradients": zeros(stream, table.gradient_depth),
         "arrived": empty,
         "sent_back": empty,
+        "statistics": model.statistics,
         "totals": (zero_gradients(chunks), zero_gradients(shared), zeros(sums, table.versions)),
     }
 
@@ -80,8 +81,9 @@ def _stage_layers(
 ) -> StageLayers:
     if not table.saved_depth:
         return RecomputedLayers(model)
-    first_chunk, own = jax.tree.map(lambda x: x[0], (chunks, shared))
-    example = Microbatch(first_chunk, own, jnp.int32(0), jnp.int32(0))
+    firsts = jax.tree.map(lambda x: x[0], (chunks, shared, model.statistics))
+    first_chunk, own, statistics = firsts
+    example = Microbatch(first_chunk, own, jnp.int32(0), jnp.int32(0), statistics)
     return SavedLayers(model, example, empty)
 
 
@@ -168,12 +170,13 @@ class _Stage:
         entered, held_inputs = self.entrance.enter(held_inputs, entry)
         slot = jnp.where((entry >= 0) & (self.number == 0), row["forward_slot"], IDLE)
         inputs = write_slot(inputs, slot, entered)
-        output, saved = self._run_forward(inputs, carry["saved"], row)
+        before = carry["saved"], carry["statistics"]
+        output, saved, statistics = self._run_forward(inputs, *before, row)
         arrived = self._send(output, by=1)  # while the backward task computes
         gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
         slots = {"inputs": inputs, "saved": saved, "gradients": gradients}
         d_output, totals = self._run_head(carry["totals"], rows, saved)
-        sent_back, totals = self._run_backward(totals, row, slots, d_output)
+        sent_back, totals, statistics = self._run_backward(totals, statistics, row, slots, d_output)
         d_chunks, d_shared, sums = totals
         d_shared, held_gradients = self.entrance.leave(held_gradients, exit_, sent_back, d_shared)
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
@@ -182,16 +185,22 @@ class _Stage:
             "held": (held_inputs, held_gradients),
             "arrived": arrived,
             "sent_back": sent_back,
+            "statistics": statistics,
             "totals": (d_chunks, d_shared, sums),
         }, None
 
     def _send(self, stream: Stream, by: int) -> Stream:
         return shift(stream, self.table.stages, by, chunks=self.table.chunks)
 
-    def _at(self, i: jax.Array, chunk: jax.Array) -> Microbatch:
-        """Return the arguments of a task."""
+    def _at(self, i: jax.Array, chunk: jax.Array, statistics: Any) -> Microbatch:
+        """Return the arguments of a task.
+
+        Args:
+            statistics: Of all chunks; only forward tasks read their values.
+        """
         layers = select_chunk(self.chunks, self._group(i, chunk))
-        return Microbatch(layers, select_chunk(self.shared, self._version(i)), i, chunk)
+        shared = select_chunk(self.shared, self._version(i))
+        return Microbatch(layers, shared, i, chunk, select_chunk(statistics, chunk))
 
     def _group(self, i: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return the index of a chunk of layers in the version of a microbatch."""
@@ -202,20 +211,21 @@ class _Stage:
         return i // self.table.microbatches
 
     def _run_forward(
-        self, inputs: Any, saved: Any, row: dict[str, jax.Array]
-    ) -> tuple[Stream, Any]:
-        """Run the forward task, if there is one; return its output and the slots after it."""
+        self, inputs: Any, saved: Any, statistics: Any, row: dict[str, jax.Array]
+    ) -> tuple[Stream, Any, Any]:
+        """Run the forward task, if there is one; return output, slots and statistics after it."""
 
-        def forward(saved: Any) -> tuple[Stream, Any]:
-            at = self._at(row["forward"], row["forward_chunk"])
+        def forward(saved: Any, statistics: Any) -> tuple[Stream, Any, Any]:
+            at = self._at(row["forward"], row["forward_chunk"], statistics)
             stream = read_slot(inputs, row["forward_slot"])
-            output, kept = self.layers.forward(at, stream)
-            return output, put_slot(saved, row["forward_saved_slot"], kept)
+            output, kept, after = self.layers.forward(at, stream)
+            saved = put_slot(saved, row["forward_saved_slot"], kept)
+            return output, saved, put_slot(statistics, at.chunk, after)
 
-        def idle(saved: Any) -> tuple[Stream, Any]:
-            return self.empty, saved
+        def idle(saved: Any, statistics: Any) -> tuple[Stream, Any, Any]:
+            return self.empty, saved, statistics
 
-        return cond(row["forward"] >= 0, forward, idle, saved)
+        return cond(row["forward"] >= 0, forward, idle, saved, statistics)
 
     def _run_head(
         self, totals: Any, rows: dict[str, jax.Array], saved: Any
@@ -229,7 +239,7 @@ class _Stage:
         output = self.layers.output(kept)
         if output is None:
             return None, totals
-        at = self._at(i, chunk)
+        at = self._at(i, chunk, self.model.statistics)
         d_chunks, d_shared, sums = totals
 
         def add(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
@@ -254,33 +264,53 @@ class _Stage:
     def _run_backward(
         self,
         totals: Any,
+        statistics: Any,
         row: dict[str, jax.Array],
         slots: Mapping[str, Any],
         d_output: Stream | None,
-    ) -> tuple[Stream, Any]:
-        """Run the backward task, if there is one; return the gradient of its input, and totals.
+    ) -> tuple[Stream, Any, Any]:
+        """Run the backward task, if there is one.
 
         Args:
             d_output: From `_run_head`.
+
+        Returns:
+            The gradient of the task's input, totals, and statistics.
         """
 
-        def backward(kept: Any, totals: Any) -> tuple[Stream, Any]:
-            at = self._at(row["backward"], row["backward_chunk"])
+        def backward(kept: Any, totals: Any, statistics: Any) -> tuple[Stream, Any, Any]:
+            at = self._at(row["backward"], row["backward_chunk"], statistics)
             stream = read_slot(slots["inputs"], row["backward_slot"])
-            left, pull = self.layers.backward(at, stream, kept)
+            left, pull, after = self.layers.backward(at, stream, kept)
             arrived = read_slot(slots["gradients"], row["gradient_slot"])
             d_left, totals = self._output_gradient(at, left, arrived, d_output, totals)
             d_layers, d_own, d_entered = pull(d_left)
             d_chunks, d_shared, sums = totals
             d_chunks = accumulate_at(d_chunks, d_layers, self._group(at.number, at.chunk))
             d_shared = accumulate_at(d_shared, d_own, self._version(at.number))
-            return d_entered, (d_chunks, d_shared, sums)
+            statistics = self._last_statistics(at, statistics, after)
+            return d_entered, (d_chunks, d_shared, sums), statistics
 
-        def idle(kept: Any, totals: Any) -> tuple[Stream, Any]:
-            return self.empty, totals
+        def idle(kept: Any, totals: Any, statistics: Any) -> tuple[Stream, Any, Any]:
+            return self.empty, totals, statistics
 
         kept = take_slot(slots["saved"], row["backward_saved_slot"])
-        return cond(row["backward"] >= 0, backward, idle, kept, totals)
+        return cond(row["backward"] >= 0, backward, idle, kept, totals, statistics)
+
+    def _is_last(self, at: Microbatch) -> jax.Array:
+        """Return whether a task is of the last virtual stage."""
+        return self.head.is_last & (at.chunk == self.table.chunks - 1)
+
+    def _last_statistics(self, at: Microbatch, statistics: Any, after: Any) -> Any:
+        """Return statistics after a backward task.
+
+        If nothing is kept, the last virtual stage has no forward tasks.
+        """
+        if after is None:
+            return statistics
+        is_last = self._is_last(at)
+        chosen = jax.tree.map(lambda x, y: jnp.where(is_last, x, y), after, at.statistics)
+        return put_slot(statistics, at.chunk, chosen)
 
     def _output_gradient(
         self, at: Microbatch, left: Stream, arrived: Stream, d_output: Stream | None, totals: Any
@@ -289,7 +319,7 @@ class _Stage:
 
         It has arrived from the next stage, but for the last virtual stage.
         """
-        is_last = self.head.is_last & (at.chunk == self.table.chunks - 1)
+        is_last = self._is_last(at)
         if d_output is not None:
             return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), d_output, arrived), totals
         d_chunks, d_shared, sums = totals

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
+from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import first_microbatch
 from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.base import GradFn, LossGradFn
@@ -33,6 +34,7 @@ from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.slots import zeros
 from spmd.pipeline.tick_table import TickTable
 from spmd.pipeline.transfers import shift, sum_of_stages
+from spmd.pipeline.variables import MicrobatchVariables, check_no_statistics
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.manual import shard_map_over
@@ -73,14 +75,17 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
             layers, of_layers = arrays[0]
             checked, variables = _replaced(params, layers), _replaced(own, of_layers.at(0))
         _check_loss(loss, checked, variables, first, key, per_microbatch=per_microbatch)
+        _check_order(table, arrays[0][1])
         scale = enter_all(current().transforms, carry).scaled(jnp.float32(1))
         local = functools.partial(_backward, loss_fn=loss_fn, table=table, split=split)
-        out_specs = P(AXIS), P(AXIS), P()
-        d_layers, d_shared, sums = shard_over_stages(local, out_specs, *arrays, scale)
+        out_specs = (P(AXIS), P(AXIS)), P(AXIS), P()
+        of_stages, d_shared, sums = shard_over_stages(local, out_specs, *arrays, scale)
         if not split.is_even:
-            d_layers = split.from_stages(d_layers)
+            of_stages = split.from_stages(of_stages[0]), split.from_stages(of_stages[1])
+        d_layers, statistics = of_stages
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
-        return gradients, sums, dataclasses.replace(carry, variables=after)
+        variables = merge_like(own, after, statistics)
+        return gradients, sums, dataclasses.replace(carry, variables=variables)
 
     return LossGradFn(grad_fn, loss, table)
 
@@ -102,16 +107,26 @@ def _check_loss(
         loss.check_additive(NO_PIPELINE, *given, fix=_PER_MICROBATCH, statistics=is_part)
 
 
+def _check_order(table: TickTable, of_layers: MicrobatchVariables) -> None:
+    """Raise a `ConfigError` if statistics would see the microbatches in another order."""
+    if of_layers.statistics and not table.is_in_order:
+        paths = ", ".join(tree.flatten(of_layers.statistics))
+        what = "has stages with microbatches in another order than on one device"
+        detail = f"batch statistics depend on it: {paths}"
+        fix = "a schedule in which each stage runs microbatch 0, 1, 2, …"
+        raise ConfigError(NO_PIPELINE, [Problem("schedule", what, detail, fix)])
+
+
 def _replaced(arrays: Any, others: Any) -> Any:
     """Return a tree with some arrays replaced by those at the same paths of another."""
     found = tree.flatten(others)
     return tree.map_with_path(lambda path, x: found.get(path, x), arrays)
 
 
-def merge_like(params: Any, layers: Any, shared: Any) -> Any:
-    """Merge two parts into one tree, with the keys in the order of `params`."""
-    merged = tree.flatten(tree.merge(layers, shared))
-    return tree.map_with_path(lambda path, _: merged[path], params)
+def merge_like(whole: Any, part: Any, other: Any) -> Any:
+    """Merge two parts into one tree, with the keys in the order of `whole`."""
+    merged = tree.flatten(tree.merge(part, other))
+    return tree.map_with_path(lambda path, _: merged[path], whole)
 
 
 def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
@@ -125,6 +140,8 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
             local = functools.partial(
                 _forward, loss_fn=loss_fn, split=split, microbatches=microbatches
             )
+            (_, of_layers), *_ = arrays
+            check_no_statistics(of_layers)
             return shard_over_stages(local, P(), *arrays), after
 
     return pipelined_loss
@@ -148,7 +165,10 @@ def _backward(
     table: TickTable,
     split: LayerSplit,
 ) -> Any:
-    """Return one stage's gradients, `[1, …]` of shared parameters, and the sums of all stages."""
+    """Return what is of one stage, gradients of shared parameters, and the sums of all stages.
+
+    Of a stage are the gradients of its layers and their statistics; shared parameters are `[1, …]`.
+    """
     chunks, of_layers = split.in_chunks(layers)
     params, others = shared
     first = jax.tree.map(lambda w: w[0], chunks)
@@ -158,7 +178,8 @@ def _backward(
     carry = run_ticks(model, tasks, chunks, params, scale, table, carry)
     d_chunks, d_shared, sums = carry["totals"]
     sums = sum_of_stages(jax.tree.map(lambda x: x[0], sums))
-    return split.joined(d_chunks), d_shared, sums
+    of_stage = split.joined(d_chunks), split.joined(carry["statistics"])
+    return of_stage, d_shared, sums
 
 
 def _forward(
@@ -199,7 +220,8 @@ def _forward(
         is_busy = (i >= 0) & (i < microbatches)
 
         def forward() -> Stream:
-            return model.run_layers(layers, shared, stream, i)
+            output, _ = model.run_layers(layers, shared, stream, i, 0, {})
+            return output
 
         left = cond(is_busy, forward, lambda: empty)
 

@@ -109,9 +109,9 @@ class LayerSplit:
         """
         return self._move(arrays, back=False)
 
-    def from_stages(self, gradients: Any) -> Any:
-        """Move gradients back, into their sharding in the plan."""
-        return self._move(gradients, back=True)
+    def from_stages(self, arrays: Any) -> Any:
+        """Move gradients or statistics back, into their sharding in the plan."""
+        return self._move(arrays, back=True)
 
     def _move(self, arrays: Any, *, back: bool) -> Any:
         """Move arrays between where they are stored and their stages."""
@@ -151,7 +151,7 @@ class LayerSplit:
         return [jax.tree.unflatten(structure, part) for part in parts]
 
     def joined(self, chunks: Any) -> Any:
-        """Return gradients `[chunk, row, …]` as the stage's part: the inverse of `in_chunks`."""
+        """Return arrays `[chunk, row, …]` as the stage's part: the inverse of `in_chunks`."""
         if self.is_even:
             return interleave(chunks, self.stages, self.chunks, back=True)
         return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), chunks)
@@ -166,12 +166,14 @@ def _to_stages(x: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
 
 
 def _from_stages(x: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
-    """Return the gradient of all layers, from the rows of this stage."""
+    """Return the gradient or the statistics of all layers, from the rows of this stage."""
     rows = split.rows.reshape(split.stages, -1)
     if dim is None:
-        own = jnp.asarray(np.maximum(rows, 0))[jax.lax.axis_index(AXIS)]
+        own = jnp.asarray(rows)[jax.lax.axis_index(AXIS)]
+        has_layer = (own >= 0).reshape(-1, *[1] * (x.ndim - 1))
+        x = jnp.where(has_layer, x, 0)
         whole = jnp.zeros((split.layers, *x.shape[1:]), x.dtype)
-        return psum(whole.at[own].add(x), (AXIS,))  # rows of no layer have a gradient of zeros
+        return psum(whole.at[jnp.maximum(own, 0)].add(x), (AXIS,))
     parts = jax.lax.all_to_all(x, AXIS, dim, 0, tiled=True)
     places = np.argsort(rows.reshape(-1))[-split.layers :]
     return parts[places]

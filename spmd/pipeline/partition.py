@@ -2,7 +2,7 @@
 
 ```
 embed        embed_inputs                       the input of the first layer
-run_layers   apply_layers, some of the layers   the stream after this stage's layers
+run_layers   apply_layers, some of the layers   the stream after this stage's layers, statistics
 head         compute_outputs, then the loss     sums over the microbatch
 ```
 """
@@ -129,7 +129,8 @@ class StageModel:
         trace = jax.make_jaxpr(outside, return_shape=True)
         jaxpr, (stream, sums) = trace(self.some_layers, of_layers)
         paths = list[str]()
-        for arrays in (self.some_layers, of_layers.fixed, of_layers.changing):
+        every = self.some_layers, of_layers.fixed, of_layers.changing, of_layers.statistics
+        for arrays in every:
             paths += tree.flatten(arrays)
         used = itertools.compress(paths, needed_inputs(jaxpr))
         problems = [
@@ -174,46 +175,72 @@ class StageModel:
         all_values = jax.tree.map(of_all_layers, values)
         return Stream(x, all_values)
 
+    @property
+    def statistics(self) -> Any:
+        """Statistics of the layers before the first microbatch, `[chunk, layer, …]`."""
+        of_layers, _ = self.variables
+        return of_layers.statistics
+
     def run_layers(
-        self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0
-    ) -> Stream:
-        """Return the stream after the layers of one of this stage's chunks."""
+        self,
+        layers: Any,
+        shared: Any,
+        stream: Stream,
+        i: jax.Array,
+        chunk: Any,
+        statistics: Any,
+    ) -> tuple[Stream, Any]:
+        """Return the stream and the statistics after the layers of one of this stage's chunks.
+
+        Args:
+            statistics: Those of the chunk before the microbatch, `[layer, …]`.
+        """
         split = self.split
         number = chunk * split.stages + jax.lax.axis_index(AXIS)
         first = jnp.asarray(split.firsts)[number]
         of_layers, _ = self.variables
-        variables = select_chunk(of_layers, chunk).at(i)
-        parts = split.in_parts((layers, variables))
-        stream = self._run_rows(parts[0], shared, stream, i, first)
+        variables = select_chunk(of_layers, chunk).with_statistics(statistics)
+        parts = split.in_parts((layers, variables.at(i)))
+        stream, after = self._run_rows(parts[0], shared, stream, i, first)
+        all_after = [after]
         for row, rows in enumerate(parts[1:], split.least):
 
-            def more_layers(stream: Stream, rows: Any = rows, row: int = row) -> Stream:
+            def more_layers(
+                stream: Stream, before: Any, rows: Any = rows, row: int = row
+            ) -> tuple[Stream, Any]:
+                del before
                 return self._run_rows(rows, shared, stream, i, first + row)
 
+            def no_layers(stream: Stream, before: Any) -> tuple[Stream, Any]:
+                return stream, before
+
             has_row = jnp.asarray(split.counts)[number] > row
-            stream = cond(has_row, more_layers, lambda stream: stream, stream)
-        return stream
+            before = of_layers.statistics_of(rows[1])
+            stream, after = cond(has_row, more_layers, no_layers, stream, before)
+            all_after.append(after)
+        return stream, jax.tree.map(lambda *rows: jnp.concatenate(rows), *all_after)
 
     def _run_rows(
         self, rows: tuple[Any, Any], shared: Any, stream: Stream, i: jax.Array, first: jax.Array
-    ) -> Stream:
-        """Return the stream after some layers, of parameters and variables `[layer, …]`.
+    ) -> tuple[Stream, Any]:
+        """Return stream and statistics after some layers, of parameters and variables `[layer, …]`.
 
         Args:
             first: The number of the first of these layers in the model.
         """
+        of_layers, _ = self.variables
 
         def apply(
             params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array
-        ) -> tuple[jax.Array, Any]:
+        ) -> tuple[jax.Array, Any, Any]:
             (_, context), variables = self._embed_inputs(params, variables, batch, key)
-            result, _ = self._apply_layers(params, variables, x, context)
-            return result
+            (x, values), variables = self._apply_layers(params, variables, x, context)
+            return x, values, of_layers.statistics_of(variables)
 
         arrays = self._arrays(rows, shared, i)
-        x, values = partition_safe(apply)(*arrays, *self._read(i), stream.x)
+        x, values, statistics = partition_safe(apply)(*arrays, *self._read(i), stream.x)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
-        return Stream(x, jax.tree.map(put, stream.values, values))
+        return Stream(x, jax.tree.map(put, stream.values, values)), statistics
 
     def head(
         self, shared: Any, stream: Stream, i: jax.Array, *, over: str | None = None
@@ -367,7 +394,7 @@ def partition(
     """Split arrays into layers on their stages, all others, and microbatches with keys.
 
     The first two are pairs: parameters, and `MicrobatchVariables`. The last result are the
-    variables after all microbatches.
+    variables after all microbatches, without statistics.
 
     Args:
         ordered: The batch as the model takes it, from `ModelLoss.ordered`.
@@ -404,10 +431,27 @@ def partition(
 def _split_variables(
     variables: MicrobatchVariables,
 ) -> tuple[MicrobatchVariables, MicrobatchVariables]:
-    """Split variables into those of layers, and all others."""
+    """Split variables into those of layers, and all others.
+
+    Raises:
+        ConfigError: Examples change some of the others.
+    """
     fixed, other_fixed = _split_layers(variables.fixed)
     changing, other_changing = _split_layers(variables.changing)
-    return MicrobatchVariables(fixed, changing), MicrobatchVariables(other_fixed, other_changing)
+    statistics, other_statistics = _split_layers(variables.statistics)
+    problems = list(_statistics_problems(other_statistics))
+    if problems:
+        raise ConfigError(NO_PIPELINE, problems)
+    of_layers = MicrobatchVariables(fixed, changing, statistics)
+    return of_layers, MicrobatchVariables(other_fixed, other_changing, {})
+
+
+def _statistics_problems(statistics: Any) -> Iterator[Problem]:
+    """Yield a problem for each variable that examples change outside of the layers."""
+    for path in tree.flatten(statistics):
+        what = "is changed by the examples of each microbatch, and is outside of the layers"
+        detail = "every stage computes what is there, and in an order of its own"
+        yield Problem(path, what, detail, "in the layers, stacked as they are; or pipe=1")
 
 
 def _split_layers(arrays: Any) -> tuple[Any, Any]:

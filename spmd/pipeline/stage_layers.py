@@ -35,12 +35,14 @@ class Microbatch(NamedTuple):
         shared: All other parameters.
         number: The microbatch.
         chunk: The number of the chunk.
+        statistics: The statistics of the chunk's layers, before a forward task.
     """
 
     layers: Any
     shared: Any
     number: jax.Array
     chunk: jax.Array
+    statistics: Any
 
 
 class StageLayers(Protocol):
@@ -50,16 +52,19 @@ class StageLayers(Protocol):
     def saved(self) -> Sequence[jax.ShapeDtypeStruct]:
         """The arrays kept between the tasks."""
 
-    def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
-        """Return the stage's output, and the arrays to keep."""
+    def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array], Any]:
+        """Return the stage's output, the arrays to keep, and the statistics after the layers."""
 
     def output(self, saved: Sequence[jax.Array]) -> Stream | None:
         """Return the stage's output from the arrays kept; None if only `backward` has it."""
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]
-    ) -> tuple[Stream, Derivative]:
-        """Return the stage's output again, and its derivative."""
+    ) -> tuple[Stream, Derivative, Any]:
+        """Return the stage's output again, its derivative, and the statistics after the layers.
+
+        These are None if every stage has forward tasks.
+        """
 
 
 class RecomputedLayers:
@@ -70,9 +75,12 @@ class RecomputedLayers:
     def __init__(self, model: StageModel) -> None:
         self.model = model
 
-    def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
-        """Return the stage's output; nothing is kept."""
-        return self.model.run_layers(at.layers, at.shared, stream, at.number, at.chunk), ()
+    def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array], Any]:
+        """Return the stage's output and the statistics; nothing is kept."""
+        output, statistics = self.model.run_layers(
+            at.layers, at.shared, stream, at.number, at.chunk, at.statistics
+        )
+        return output, (), statistics
 
     def output(self, saved: Sequence[jax.Array]) -> None:
         """Return None: the backward task computes the output."""
@@ -80,8 +88,8 @@ class RecomputedLayers:
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]
-    ) -> tuple[Stream, Derivative]:
-        """Return the stage's output and its derivative."""
+    ) -> tuple[Stream, Derivative, Any]:
+        """Return the stage's output, its derivative, and the statistics."""
         del saved
         return _vjp(self.model, at, stream)
 
@@ -98,31 +106,39 @@ class SavedLayers:
     """
 
     def __init__(self, model: StageModel, example: Microbatch, stream: Stream) -> None:
-        def both_passes(at: Microbatch, stream: Stream) -> tuple[Stream, Derivative]:
-            return _vjp(model, at, stream)
+        def both_passes(at: Microbatch, stream: Stream) -> tuple[tuple[Stream, Derivative], Any]:
+            output, derivative, statistics = _vjp(model, at, stream)
+            return (output, derivative), statistics
 
         program, shapes = jax.make_jaxpr(both_passes, return_shape=True)(example, stream)
-        results, self._structure = jax.tree.flatten(shapes)
-        output, _ = shapes
+        of_backward, statistics = shapes
+        results, self._structure = jax.tree.flatten(of_backward)
+        of_statistics, self._statistics_structure = jax.tree.flatten(statistics)
+        output, _ = of_backward
         outputs, self._output_structure = jax.tree.flatten(output)
         self._outputs = len(outputs)
         others = len(jax.tree.leaves(example))
         of_stream = len(jax.tree.leaves(stream))
         is_dependent = dependent_outputs(program, [False] * others + [True] * of_stream)
-        # The output comes first. It is kept whatever it depends on, for the loss reads it.
-        self._is_saved = [True] * self._outputs + list(is_dependent[self._outputs :])
+        # The output comes first, and the statistics last. The output is kept whatever it depends
+        # on, for the loss reads it.
+        self._is_saved = [True] * self._outputs
+        self._is_saved += is_dependent[self._outputs : len(results)]
         _check_memory(itertools.compress(program.out_avals, self._is_saved))
         self.saved = tuple(itertools.compress(results, self._is_saved))
         self._program = program
         is_again = [not is_saved for is_saved in self._is_saved]
+        is_again += [False] * len(of_statistics)
         part, _ = dce_jaxpr(program.jaxpr, is_again, instantiate=True)
         self._again = ClosedJaxpr(part, program.consts)
 
-    def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array]]:
-        """Return the stage's output, and the arrays to keep; the output is one of them."""
-        results = jaxpr_as_fun(self._program)(*jax.tree.leaves((at, stream)))
+    def forward(self, at: Microbatch, stream: Stream) -> tuple[Stream, Sequence[jax.Array], Any]:
+        """Return the output, the arrays to keep, of which it is one, and the statistics."""
+        found = jaxpr_as_fun(self._program)(*jax.tree.leaves((at, stream)))
+        results = found[: len(self._is_saved)]
         output, _ = self._unflatten(results)
-        return output, tuple(itertools.compress(results, self._is_saved))
+        statistics = jax.tree.unflatten(self._statistics_structure, found[len(results) :])
+        return output, tuple(itertools.compress(results, self._is_saved)), statistics
 
     def output(self, saved: Sequence[jax.Array]) -> Stream:
         """Return the stage's output: the first of the arrays kept."""
@@ -130,7 +146,7 @@ class SavedLayers:
 
     def backward(
         self, at: Microbatch, stream: Stream, saved: Sequence[jax.Array]
-    ) -> tuple[Stream, Derivative]:
+    ) -> tuple[Stream, Derivative, None]:
         """Return the stage's output and its derivative; the value of `stream` is not read."""
         again = iter(jaxpr_as_fun(self._again)(*jax.tree.leaves((at, stream))))
         kept = iter(saved)
@@ -138,20 +154,23 @@ class SavedLayers:
         for is_saved in self._is_saved:
             source = kept if is_saved else again
             results.append(next(source))
-        return self._unflatten(results)
+        return *self._unflatten(results), None
 
     def _unflatten(self, results: Sequence[jax.Array]) -> tuple[Stream, Derivative]:
         output, derivative = jax.tree.unflatten(self._structure, results)
         return output, derivative
 
 
-def _vjp(model: StageModel, at: Microbatch, stream: Stream) -> tuple[Stream, Derivative]:
-    """Run layers; return the output and the derivative, a tree of the policy's saved arrays."""
+def _vjp(model: StageModel, at: Microbatch, stream: Stream) -> tuple[Stream, Derivative, Any]:
+    """Run layers; return the output, the derivative, and the statistics.
 
-    def run(layers: Any, shared: Any, stream: Stream) -> Stream:
-        return model.run_layers(layers, shared, stream, at.number, at.chunk)
+    The derivative is a tree of the policy's saved arrays.
+    """
 
-    return jax.vjp(run, at.layers, at.shared, stream)
+    def run(layers: Any, shared: Any, stream: Stream) -> tuple[Stream, Any]:
+        return model.run_layers(layers, shared, stream, at.number, at.chunk, at.statistics)
+
+    return jax.vjp(run, at.layers, at.shared, stream, has_aux=True)
 
 
 def _check_memory(kept: Iterable[Any]) -> None:

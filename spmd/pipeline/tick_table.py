@@ -87,6 +87,21 @@ class TickTable:
         return self.forward.shape[1]
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether each virtual stage runs the microbatches in their order."""
+        in_order = np.arange(self.microbatches)
+        is_recomputing = not self.saved_depth
+        for stage, chunk in itertools.product(range(self.stages), range(self.chunks)):
+            tasks, chunks = self.forward, self.forward_chunk
+            is_last = (stage, chunk) == (self.stages - 1, self.chunks - 1)
+            if is_recomputing and is_last:  # it has no forward tasks
+                tasks, chunks = self.backward, self.backward_chunk
+            own = (tasks[:, stage] >= 0) & (chunks[:, stage] == chunk)
+            if not np.array_equal(tasks[own, stage], in_order):
+                return False
+        return True
+
+    @property
     def columns(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
         return {name: getattr(self, name) for name in _COLUMNS}

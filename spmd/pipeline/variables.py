@@ -3,10 +3,14 @@
 Variables that change by themselves, such as the random state of dropout, are computed for all
 microbatches before the first one enters. So each task reads those of its microbatch, in any order
 of tasks, and again in its backward task.
+
+Variables that the examples change, such as batch statistics, are kept by the stage of their layers:
+each forward task takes those that its last one left. Training does not read them, so the backward
+task needs none.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,11 +32,14 @@ class MicrobatchVariables:
 
     Attributes:
         fixed: Those that are the same for all microbatches.
-        changing: Others, `[…, microbatch]`.
+        changing: Those that change by themselves, `[…, microbatch]`.
+        statistics: Those that the examples change, before the first microbatch, or before the one
+            of a forward task. Only their next values depend on them.
     """
 
     fixed: Any
     changing: Any
+    statistics: Any
 
     def at(self, i: jax.Array | int) -> Any:
         """Return the variables before a microbatch."""
@@ -40,11 +47,21 @@ class MicrobatchVariables:
         def read(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(x, i, axis=-1, keepdims=False)
 
-        return tree.merge(self.fixed, jax.tree.map(read, self.changing))
+        return tree.merge(self.fixed, jax.tree.map(read, self.changing), self.statistics)
+
+    def with_statistics(self, statistics: Any) -> "MicrobatchVariables":
+        """Return the same variables with other statistics."""
+        return dataclasses.replace(self, statistics=statistics)
+
+    def statistics_of(self, variables: Any) -> Any:
+        """Return the statistics among the variables after a microbatch."""
+        return tree.part_like(variables, self.statistics)
 
     def map(self, function: Callable[[Any], Any]) -> "MicrobatchVariables":
-        """Apply a function to both nested dictionaries."""
-        return MicrobatchVariables(function(self.fixed), function(self.changing))
+        """Apply a function to each nested dictionary."""
+        return MicrobatchVariables(
+            function(self.fixed), function(self.changing), function(self.statistics)
+        )
 
 
 def variables_by_microbatch(
@@ -52,33 +69,53 @@ def variables_by_microbatch(
 ) -> tuple[MicrobatchVariables, Any]:
     """Return the variables before each microbatch, and those after the last one.
 
+    The latter are without statistics.
+
     Raises:
-        ConfigError: Examples change some of the variables, such as batch statistics.
+        ConfigError: The loss reads variables that the examples change.
     """
     # Around a stage, an exchange once a step has refused variables that change.
     if not may_change(loss_fn, variables) or AXIS in get_abstract_mesh().manual_axes:
-        return MicrobatchVariables(variables, {}), variables
+        return MicrobatchVariables(variables, {}, {}), variables
     first = first_microbatch(batch, microbatches)
     changes = read_changes(loss_fn, params, variables, first, key)
-    problems = list(_problems(changes))
+
+    def has(paths: Sequence[str], leaf: str) -> bool:  # a list of arrays is one leaf
+        return any(f"{path}/".startswith(f"{leaf}/") for path in paths)
+
+    def is_statistic(leaf: str) -> bool:
+        return has(changes.by_examples, leaf)
+
+    def is_changing(leaf: str) -> bool:
+        return has(changes.by_itself, leaf) and not is_statistic(leaf)
+
+    statistics = tree.select(variables, is_statistic)
+    problems = list(_problems(changes, statistics))
+    if problems:
+        raise ConfigError(NO_PIPELINE, problems)
+    changing = tree.select(variables, is_changing)
+    fixed = tree.select(variables, lambda leaf: not (is_statistic(leaf) or is_changing(leaf)))
+    before, after = changes.before_each(changing, microbatches)
+    return MicrobatchVariables(fixed, before, statistics), tree.merge(fixed, after)
+
+
+def check_no_statistics(variables: MicrobatchVariables) -> None:
+    """Raise a `ConfigError` for variables that the examples of an evaluation change."""
+    problems = []
+    for path in tree.flatten(variables.statistics):
+        what = "is changed by the examples of an evaluation, which keeps no variables"
+        problems.append(Problem(path, what, fix="the loss in evaluation mode, train=False"))
     if problems:
         raise ConfigError(NO_PIPELINE, problems)
 
-    def changes_below(path: str) -> bool:  # a list of arrays is one leaf of `tree.select`
-        return any(f"{own}/".startswith(f"{path}/") for own in changes.by_itself)
 
-    changing = tree.select(variables, changes_below)
-    fixed = tree.select(variables, lambda path: not changes_below(path))
-    before, after = changes.before_each(changing, variables, microbatches)
-    return MicrobatchVariables(fixed, before), tree.merge(fixed, after)
-
-
-def _problems(changes: VariableChanges) -> Iterator[Problem]:
-    """Yield a problem for each variable changed by the examples."""
-    for path in changes.by_examples:
+def _problems(changes: VariableChanges, statistics: Any) -> Iterator[Problem]:
+    """Yield a problem for each variable that examples change and training reads."""
+    for path in changes.read_of(tree.flatten(statistics).keys()):
         yield Problem(
             path,
-            "is a variable that the examples of each microbatch change, such as a batch statistic",
-            "stages run several microbatches at the same time",
+            "is changed by the examples of each microbatch, and read by the loss or by another "
+            "variable",
+            "its stage may have gone on to later microbatches when a backward task reads it",
             "pipe=1",
         )

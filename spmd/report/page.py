@@ -189,14 +189,18 @@ def _swatch(colour: str, dash: str) -> str:
     return f'<path d="M0 5H18" stroke="{colour}" stroke-width="2.4"{pattern}/>'
 
 
-def check_file(file: str) -> list[Problem]:
-    """Return a problem if a report cannot be written to a file of this name."""
-    fix = "--out report.html"
+def check_file(where: str, file: str) -> list[Problem]:
+    """Return a problem if a report cannot be written to a file of this name.
+
+    Args:
+        where: The flag or argument by which the file was given.
+    """
+    fix = "a file such as report.html"
     if not file:
-        return [Problem("--out", "is not given", fix=fix)]
+        return [Problem(where, "is not given", fix=fix)]
     if not file.endswith(".html"):
-        return [Problem("--out", f"is {file}, and a report is an HTML file", fix=fix)]
-    return output_problems("--out", file)
+        return [Problem(where, f"is {file}, and a report is an HTML file", fix=fix)]
+    return output_problems(where, file)
 
 
 _POLICY = (

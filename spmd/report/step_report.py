@@ -9,6 +9,7 @@ from spmd.report import page
 from spmd.report.plan_data import PlanReport, collect_plan
 from spmd.report.plan_page import plan_page
 from spmd.run.step_source import ReadyStep, read_made
+from spmd.storage.output_file import write_output
 from spmd.training.step import TrainStep
 
 
@@ -32,7 +33,7 @@ def plan_report(
     """
     step, batches = read_made("plan_report", (step, batch), step.plan.mesh)
     if out:
-        problems = page.check_file(out)
+        problems = page.check_file("out", out)
         if problems:
             raise ConfigError("Report not written:", problems)
     mesh = step.plan.mesh
@@ -46,5 +47,5 @@ def plan_report(
     planned = source.on(source.planned_mesh())
     report = collect_plan("step", source, planned, machine, compiles=compile)
     if out:
-        page.write(plan_page(report), out)
+        write_output("out", out, plan_page(report))
     return report

@@ -112,6 +112,30 @@ class DropsBetweenLayers(Net):
         return self.dropout(x), values
 
 
+class NormOfEmbedding(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def embed_inputs(self, tokens):
+        x, context = super().embed_inputs(tokens)
+        return self.norm(x), context
+
+
+class ReadsOld(Layer):
+    """Subtracts the running mean from before the microbatch."""
+
+    def __call__(self, x):
+        return super().__call__(x - self.norm.mean[...][None, None])
+
+
+class ReadsStatistics(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        make = nnx.vmap(lambda rngs: ReadsOld(rngs, norm=True), in_axes=0, out_axes=0)
+        self.layers = nnx.split_rngs(splits=4)(make)(rngs)
+
+
 class Penalty(nnx.Variable):
     """A type of sown values."""
 
@@ -133,7 +157,7 @@ def make_model(layers=4, **fields):
     return from_nnx(lambda rngs: Net(rngs, layers, **fields))
 
 
-def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, **mesh):
+def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, per_microbatch=False, **mesh):
     """Losses of steps, their last state, and the evaluation's loss."""
     plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
     loss_fn = next_token_loss(model)
@@ -154,8 +178,8 @@ def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, **mesh):
 
 
 @functools.cache
-def one_device(layers):
-    return train(make_model(layers))
+def one_device(layers, norm=False):
+    return train(make_model(layers, norm=norm))
 
 
 LAYOUTS = {
@@ -171,18 +195,31 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", soak_but(LAYOUTS, "three-axes"))
-def test_dropout_is_that_of_one_device(layout):
-    """In the embedding, the layers and the head; and the random state after a step."""
+@pytest.mark.parametrize("norm", soak_but([False, True], True), ids=["dropout", "both"])
+def test_variables_are_those_of_one_device(layout, norm):
+    """Dropout of embedding, layers and head, and batch statistics of layers, after two steps of four microbatches; so
+    are losses, parameters and an evaluation."""
     layers, schedule, chunks, mesh = LAYOUTS[layout]
-    losses, state, evaluated = train(make_model(layers), schedule, chunks, **mesh)
-    expected, one, evaluated_one = one_device(layers)
+    losses, state, evaluated = train(make_model(layers, norm=norm), schedule, chunks, **mesh)
+    expected, one, evaluated_one = one_device(layers, norm)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(evaluated, evaluated_one, rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, state.variables, one.variables)
-    assert state.variables["layers"]["dropout"]["rngs"]["count"].tolist() == [8] * layers
+    of_layers = state.variables["layers"]
+    assert of_layers["dropout"]["rngs"]["count"].tolist() == [8] * layers
     assert int(state.variables["dropout"]["rngs"]["count"]) == 16, "twice in a microbatch"
-    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(one.params), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    if norm:
+        changes = np.abs(of_layers["norm"]["mean"]).max(axis=1)  # from zero
+        assert (changes > 1e-3).all(), "of every layer"
+    variables, params = zip(
+        (state.variables, state.params), (one.variables, one.params), strict=True
+    )
+    assert_close(*variables, rtol=1e-5, atol=1e-7)
+    assert_close(*params, rtol=1e-5, atol=1e-6)
+
+
+def assert_close(found, wanted, **tolerance):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, **tolerance)
 
 
 def test_variables_in_lists_are_those_of_one_device():
@@ -211,6 +248,31 @@ def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
     assert choose_deferred_reduction(grad_fn, plan, batch(), "auto").axes == ("data",)
 
 
+def test_control_of_statistics(monkeypatch):
+    """Microbatches with the statistics from before the first one leave others."""
+    monkeypatch.setattr(MicrobatchVariables, "with_statistics", lambda self, statistics: self)
+    _, state, _ = train(make_model(norm=True), steps=1, pipe=2, fsdp=2)
+    monkeypatch.undo()
+    _, one, _ = train(make_model(norm=True), steps=1)
+    found, wanted = (x.variables["layers"]["norm"]["var"] for x in (state, one))
+    assert np.abs(found - wanted).max() > 1e-2
+
+
+def test_a_schedule_in_another_order_is_refused():
+    """Batch statistics follow the order of the microbatches."""
+    schedule = make_schedule("1f1b", 2, MICROBATCHES)
+    table = tabulate(schedule)
+    swap = {0: 1, 1: 0}
+    forward = np.vectorize(lambda i: swap.get(i, i))(table.forward)
+    assert table.is_in_order
+    other = dataclasses.replace(table, forward=forward)
+    model = make_model(norm=True)
+    plan = make_plan(tiny.mesh(pipe=2), RULES, model, optax.adam(1e-2))
+    step = make_train_step(plan, grad_fn=pipeline(next_token_loss(model), other))
+    with pytest.raises(ConfigError, match="schedule: has stages with microbatches in another"):
+        step.trace(batch())
+
+
 def test_control_of_dropout(monkeypatch):
     """Microbatches with the random state of the first have other numbers."""
     at = MicrobatchVariables.at
@@ -223,7 +285,11 @@ def test_control_of_dropout(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (functools.partial(Net, norm=True), "layers/norm/mean: is a variable that the examples"),
+        (
+            NormOfEmbedding,
+            "norm/mean: is changed by the examples of each microbatch, and is outside",
+        ),
+        (ReadsStatistics, r"layers/norm/mean: is changed by the examples .*, and read by the loss"),
         (DropsBetweenLayers, "dropout/rngs/count: is changed in apply_layers by the layers"),
         (
             OneOfAllLayers,
@@ -233,7 +299,8 @@ def test_control_of_dropout(monkeypatch):
     ],
 )
 def test_what_stages_cannot_change(make, said):
-    """Batch statistics, one random state of all layers, and sown values are refused before anything compiles."""
+    """Statistics outside of layers or read by the loss, one random state of all layers, and sown values are refused
+    before anything compiles."""
     model = from_nnx(make)
     plan = make_plan(tiny.mesh(pipe=2), RULES, model, optax.adam(1e-2))
     table = tabulate(make_schedule("1f1b", 2, MICROBATCHES))

@@ -214,7 +214,7 @@ def test_a_model_is_imported_from_a_bucket_into_another_place_of_it(s3, key, who
 
 @pytest.mark.soak
 def test_two_processes_import_into_a_bucket_and_share_a_cache_of_programs(s3, key, whole, tmp_path):
-    """They train as from the Hugging Face folder; a second run of them compiles nothing."""
+    """They train as from the Hugging Face folder; a second run of them adds no step to the cache."""
     config, expected = whole
     hf, made = tmp_path / "hf", s3.address(f"{key}/imported")
     assert command("export", expected, "--out", hf)[0] == 0
@@ -236,9 +236,11 @@ def test_two_processes_import_into_a_bucket_and_share_a_cache_of_programs(s3, ke
             environment=environment,
         )
         assert losses(out) == losses(tmp_path / "from-hf")
-        programs.append(Bucket(locate(s3.address(f"{key}/programs"))).list())
-    assert any("jit__step" in program for program in programs[0])
+        found = Bucket(locate(s3.address(f"{key}/programs"))).list()
+        # others are kept if they took a second to compile
+        programs.append([program for program in found if "jit__step" in program])
     assert programs[0] == programs[1]
+    assert programs[0]
 
 
 @pytest.mark.soak

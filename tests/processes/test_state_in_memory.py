@@ -24,6 +24,10 @@ from tests.object_stores import FaultProxy
 from tests.train_runs import ROOT, assert_same, children, losses, metrics, state, train, write_tiny
 
 PROCESSES, EVERY, CHECKPOINT = 4, 1, 20
+SEEDS = list(map(int, os.environ.get("KILLS_SEEDS", "1").split(",")))
+KILLS = int(os.environ.get("KILLS", 50))
+STEPS = 9 * KILLS + 20
+"""Enough: between two kills are 2 to 9 steps, and what is taken until the next ones are seen."""
 KINDS = {"process": 50, "host": 30, "SIGTERM": 10, "all processes of all hosts": 10}
 """Kind of a kill → how often it is drawn."""
 OUTAGE = "outage of the store"
@@ -211,21 +215,21 @@ def run_kills(cluster, kinds, kills, seed, capsys):
     return repeated, recovery
 
 
-def assert_no_trace(config, out, steps, folder):
-    """The metrics and the state of the run are those of one that nothing disturbed."""
+def train_undisturbed(config, out, steps):
+    """The same run, that nothing disturbs."""
     train(
-        config,
-        folder / "whole",
-        *("--mesh.data", 1, "--mesh.fsdp", PROCESSES, "--steps", steps),
+        *(config, out, "--mesh.data", 1, "--mesh.fsdp", PROCESSES, "--steps", steps),
         *("--checkpoint-every", CHECKPOINT),
         processes=PROCESSES,
         devices=1,
+        seconds=1800,
     )
-    assert losses(out) == losses(folder / "whole")
-    assert_same(
-        state(config, out, steps, fsdp=4),
-        state(config, folder / "whole", steps, fsdp=4),
-    )
+
+
+def assert_no_trace(config, out, whole, steps):
+    """The metrics and the state of a run are those of the undisturbed one."""
+    assert losses(out) == losses(whole)
+    assert_same(state(config, out, steps, fsdp=4), state(config, whole, steps, fsdp=4))
 
 
 def show(title, repeated, recovery, capsys):
@@ -244,16 +248,25 @@ def show(title, repeated, recovery, capsys):
             print(f"  {kind:26} recovered in {median:.1f} s (median), {ordered[-1]:.1f} s at most")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A config, its steps, and the folder of a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = write_tiny(folder, PACED)
+    train_undisturbed(config, folder / "whole", STEPS)
+    return config, folder / "whole"
+
+
 @pytest.mark.soak
-def test_fifty_kills_leave_no_trace(tmp_path, capsys):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fifty_kills_leave_no_trace(seed, undisturbed, tmp_path, capsys):
     """Of a process, of all of a host, SIGTERM, and of everything: bitwise the undisturbed run."""
-    kills, seed = int(os.environ.get("KILLS", 50)), int(os.environ.get("KILLS_SEED", 1))
-    config = write_tiny(tmp_path, PACED)
-    out, steps = tmp_path / "run", 12 * kills + 20
-    cluster = Cluster(config, out, steps, tmp_path)
-    repeated, recovery = run_kills(cluster, KINDS, kills, seed, capsys)
-    assert_no_trace(config, out, steps, tmp_path)
-    show(f"{kills} kills of {PROCESSES} processes, seed {seed}", repeated, recovery, capsys)
+    config, whole = undisturbed
+    out = tmp_path / "run"
+    cluster = Cluster(config, out, STEPS, tmp_path)
+    repeated, recovery = run_kills(cluster, KINDS, KILLS, seed, capsys)
+    assert_no_trace(config, out, whole, STEPS)
+    show(f"{KILLS} kills of {PROCESSES} processes, seed {seed}", repeated, recovery, capsys)
     for (kind, in_memory), counts in repeated.items():
         # the save that a kill has ended does not count, and another one begins when it has ended
         most = EVERY if in_memory else 2 * CHECKPOINT
@@ -264,12 +277,13 @@ def test_fifty_kills_leave_no_trace(tmp_path, capsys):
 
 
 @pytest.mark.soak
-def test_kills_of_a_run_in_a_bucket_leave_no_trace(tmp_path, capsys, s3_of_session):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kills_of_a_run_in_a_bucket_leave_no_trace(seed, tmp_path, capsys, s3_of_session):
     """The same kills, and outages of the store between them.
 
     Metrics are in the bucket some seconds late, so steps that were computed twice are not counted.
     """
-    kills, seed = int(os.environ.get("BUCKET_KILLS", 20)), int(os.environ.get("KILLS_SEED", 1))
+    kills = int(os.environ.get("BUCKET_KILLS", 20))
     config = write_tiny(tmp_path, PACED.replace("0.05", "0.4"))
     key, steps = f"killed-{seed}", 20 * kills + 20
     with FaultProxy(s3_of_session) as proxy:
@@ -277,6 +291,7 @@ def test_kills_of_a_run_in_a_bucket_leave_no_trace(tmp_path, capsys, s3_of_sessi
         through = s3_of_session.through(proxy, key)
         cluster = Cluster(config, through, steps, tmp_path, out, proxy)
         repeated, recovery = run_kills(cluster, {**KINDS, OUTAGE: 25}, kills, seed, capsys)
-    assert_no_trace(config, out, steps, tmp_path)
+    train_undisturbed(config, tmp_path / "whole", steps)
+    assert_no_trace(config, out, tmp_path / "whole", steps)
     show(f"{kills} kills and outages in a bucket, seed {seed}", {}, recovery, capsys)
     assert all(in_memory for kind, in_memory in repeated if kind in ("process", "host"))

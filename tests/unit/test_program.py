@@ -12,7 +12,6 @@ import pytest
 from spmd.analysis.hlo import parse
 from spmd.analysis.topology import parse_topology
 from spmd.chips import Hardware, Rates
-from spmd.errors import ConfigError
 from spmd.sharding.mesh import MeshShape
 from spmd.step_time import timeline
 from spmd.step_time.network import make_network

@@ -418,7 +418,7 @@ def test_a_file_that_cannot_be_written(tmp_path, ledger) -> None:
     ledger(lambda config: 8 * GIB)
     with pytest.raises(ConfigError, match=r"--write: .* is in no folder that exists"):
         run_search(asked_by(tmp_path, "--write", str(tmp_path / "none" / "found.py")))
-    with pytest.raises(ConfigError, match="--state: .* only local paths are read and written"):
+    with pytest.raises(ConfigError, match=r"--state: .* only local paths are read and written"):
         run_search([*asked_by(tmp_path), "--state", "s3://bucket/state.json"])
 
 
