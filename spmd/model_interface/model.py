@@ -255,7 +255,7 @@ NO_PIPELINE = "This model cannot be pipelined:"
 
 @runtime_checkable
 class LayeredModule(Protocol):
-    """An NNX module with the three methods of a `LayeredModel`, each without its arrays."""
+    """A Flax module with the three methods of a `LayeredModel`, each without its arrays."""
 
     def embed_inputs(self, *inputs: Any) -> tuple[jax.Array, Any]:
         """Return the input of the first layer, and other inputs of every layer."""

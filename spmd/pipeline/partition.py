@@ -83,7 +83,8 @@ def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
         problem = Problem(
             "layers",
             "are nowhere: the model is in one part",
-            fix="give the module the methods embed_inputs, apply_layers and compute_outputs",
+            fix="give the module the methods embed_inputs, apply_layers and compute_outputs, and "
+            'spmd.from_linen also layers="…", its field with their number',
         )
         raise ConfigError(NO_PIPELINE, [problem])
     return loss_fn, layered

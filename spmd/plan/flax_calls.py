@@ -1,6 +1,7 @@
 """Calls of Flax modules: their arguments, and errors of Flax and JAX in words."""
 
 import contextlib
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -21,7 +22,11 @@ from spmd.errors import (
     describe_value,
     did_you_mean,
 )
+from spmd.model_interface.model import NO_PIPELINE, LayeredModule
 from spmd.plan.logical_constraints import read_logical_constraints
+
+_PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
+"""The methods of a `LayeredModule`."""
 
 INVALID_MODEL = "Invalid model:"
 """Title of errors about a module."""
@@ -44,6 +49,65 @@ _UNBOUND = re.compile(r"unbound axis name:? (\w+)")
 def called_method(module: Any, keywords: Mapping[str, Any]) -> Any:
     """Return the method of a call with these keywords."""
     return _method(module, keywords.get("method", "__call__"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeKeywords:
+    """The keyword arguments of a module's methods for a pipeline, in training and in evaluation."""
+
+    module: LayeredModule
+    training: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+
+    def of(self, method: str, *, train: bool) -> dict[str, Any]:
+        """Return those that a method takes."""
+        keywords = self.training if train else self.evaluation
+        return {name: x for name, x in keywords.items() if self._takes(method, name)}
+
+    def check(self) -> None:
+        """Raise a `ConfigError` if an argument is taken by no method."""
+        fix = f"a parameter of this name of {', '.join(_PARTS)}, wherever the mode matters"
+        problems = []
+        for name in dict.fromkeys((*self.training, *self.evaluation)):
+            if not any(self._takes(method, name) for method in _PARTS):
+                what = "is an argument of the mode that no part of the model takes"
+                problems.append(Problem(name, what, fix=fix))
+        if problems:
+            raise ConfigError(NO_PIPELINE, problems)
+
+    def _takes(self, method: str, name: str) -> bool:
+        parameters = inspect.signature(getattr(self.module, method)).parameters
+        takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+        return takes_any or name in parameters
+
+
+def mode_keywords(
+    module: Any, training: Mapping[str, Any], evaluation: Mapping[str, Any]
+) -> ModeKeywords | None:
+    """Return the keyword arguments of the methods for a pipeline; None if there are none to call.
+
+    That is a module without these methods, and a mode that chooses another method to call.
+
+    Raises:
+        ConfigError: No method takes an argument of a mode.
+    """
+    if not isinstance(module, LayeredModule) or "method" in {*training, *evaluation}:
+        return None
+    keywords = ModeKeywords(module, training, evaluation)
+    keywords.check()
+    return keywords
+
+
+def check_nothing_sown(method: str, sown: Iterable[str]) -> None:
+    """Raise a `ConfigError` if a part of the forward pass sows values: stages return none."""
+    what = f"is sown in {method}, and stages of a pipeline pass on returned values alone"
+    fix = (
+        "return it among the values of apply_layers, and take it into the outputs in "
+        "compute_outputs: spmd.model_interface.model.Outputs(logits, losses={…})"
+    )
+    problems = [Problem(path, what, fix=fix) for path in sorted(sown)]
+    if problems:
+        raise ConfigError(NO_PIPELINE, problems)
 
 
 def checked_method(

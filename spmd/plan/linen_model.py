@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
@@ -24,9 +24,13 @@ from spmd.errors import (
     ConfigError,
     Problem,
     check_type,
+    did_you_mean,
 )
+from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.kernels import Said
 from spmd.model_interface.model import (
+    NO_PIPELINE,
+    LayeredModel,
     Model,
     ModelInfo,
     abstract_key,
@@ -35,11 +39,14 @@ from spmd.model_interface.model import (
 from spmd.plan.created import recording
 from spmd.plan.flax_calls import (
     INVALID_MODEL,
+    ModeKeywords,
     as_array,
     called_method,
     check_all_sown,
     check_no_variables,
+    check_nothing_sown,
     checked_method,
+    mode_keywords,
     no_shardings_inside,
     own_line,
 )
@@ -69,6 +76,7 @@ def from_linen(
     losses: tuple[str, ...] = _LOSSES,
     train: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
+    layers: str = "",
 ) -> Model:
     """Return the functions of a Linen module.
 
@@ -77,6 +85,10 @@ def from_linen(
     writes to is no variable: `forward` returns the values sown in the call, as
     `spmd.model_interface.model.Outputs`, under `collection/path/name`. Flax's collections for
     debugging (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
+
+    A module with the methods `embed_inputs`, `apply_layers` and `compute_outputs` can be pipelined
+    (`spmd.model_interface.model.LayeredModel`) if `layers` names a field for their number. Only
+    `embed_inputs` can draw random numbers there.
 
     Args:
         *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used,
@@ -92,6 +104,11 @@ def from_linen(
             `{"deterministic": False}`.
         evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply`
             and `forward` are added; `method` is the method to call, as in Flax.
+        layers: Name of the module's field with the number of its stacked layers. A stage of a
+            pipeline runs a copy of the module in which it is the number of its own.
+
+    Raises:
+        ConfigError: `module` is no Linen module, or has no such field.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -101,6 +118,8 @@ def from_linen(
     """
     fix = "spmd.from_linen(Module(…), *inputs), or spmd.from_nnx for a module of nnx"
     problems = check_type("module", module, nn.Module, fix)
+    if layers and not problems:
+        problems = _layers_problems(module, layers)
     if problems:
         raise ConfigError(INVALID_MODEL, problems)
     functions = _LinenFunctions(
@@ -111,6 +130,7 @@ def from_linen(
         losses,
         dict(train or {}),
         dict(evaluate or {}),
+        layers,
     )
     return Model(
         functions.init,
@@ -118,8 +138,19 @@ def from_linen(
         functions.init_variables,
         functions.forward,
         functions.info,
+        functions.layered,
         name=type(module).__name__,
     )
+
+
+def _layers_problems(module: nn.Module, layers: str) -> list[Problem]:
+    """Return why a field cannot be the number of a module's layers."""
+    fields = module.__dataclass_fields__
+    if layers not in fields:
+        kind = type(module).__name__
+        fix = did_you_mean(layers, [name for name in fields if name not in ("parent", "name")])
+        return [Problem("layers", f"is {layers!r}, and {kind} has no such field", fix=fix)]
+    return check_type("layers", getattr(module, layers), int, f"{layers}=4")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,6 +164,7 @@ class _LinenFunctions:
         losses: Collections with sown losses.
         training: Keyword arguments of a call in training.
         evaluation: Keyword arguments of a call in evaluation.
+        layers: Name of the field with the number of stacked layers.
         said: Path → the statement of a layer about its parameter, recorded when the module is
             traced.
     """
@@ -144,6 +176,7 @@ class _LinenFunctions:
     losses: tuple[str, ...]
     training: Mapping[str, Any]
     evaluation: Mapping[str, Any]
+    layers: str
     said: dict[str, Said] = dataclasses.field(default_factory=dict)
 
     def init(self, key: jax.Array) -> Any:
@@ -163,16 +196,9 @@ class _LinenFunctions:
         self, params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
     ) -> tuple[Any, Any]:
         everything = {"params": params, **variables}
-        if train:
-            keywords = {**self.training, **keywords}
-            keys = _stream_keys(key, (*self.rngs, "params"))
-            immutable = _NO_VARIABLES
-        else:
-            keywords = {**self.evaluation, **keywords}
-            keys = _stream_keys(key, self.evaluation_rngs)
-            immutable = (*_NO_VARIABLES, *variables)
-        debugging = [name for name in DEBUGGING if name not in self.losses]
-        mutable = nn.DenyList((*immutable, *debugging))
+        mode = self.training if train else self.evaluation
+        keywords = {**mode, **keywords}
+        keys, mutable = self._mode(variables, key, train=train)
 
         def run() -> tuple[Any, Any]:
             return self._call(everything, inputs, keywords, rngs=keys, mutable=mutable)
@@ -201,20 +227,109 @@ class _LinenFunctions:
         outputs = add_sown(outputs, self._named(sown), lambda: stacked_by_scan(sow_again))
         return outputs, {**variables, **after}
 
+    def layered(self) -> LayeredModel | None:
+        if not self.layers:
+            return None
+        modes = mode_keywords(self.module, self.training, self.evaluation)
+        if modes is None:
+            return None
+        embed_inputs = self._part("embed_inputs", modes)
+
+        def embed(
+            params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+        ) -> Any:
+            return embed_inputs(params, variables, *inputs, key=key, train=train, **keywords)
+
+        apply_layers = self._part("apply_layers", modes)
+        compute_outputs = self._part("compute_outputs", modes)
+        return LayeredModel(
+            InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
+            InComputeDtype(apply_layers, self.info, returns_outputs=False),
+            InComputeDtype(compute_outputs, self.info, has_variables=True),
+            getattr(self.module, "outputs_take_context", False),
+        )
+
+    def _part(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
+        """Return a method as a function of some layers, variables and inputs.
+
+        Without a key, it cannot draw random numbers.
+        """
+
+        def run(
+            params: Any,
+            variables: Any,
+            *inputs: Any,
+            train: bool,
+            key: jax.Array | None = None,
+            **keywords: Any,
+        ) -> tuple[Any, Any]:
+            keywords = {**modes.of(method, train=train), **keywords, "method": method}
+            everything = {"params": params, **variables}
+            keys, mutable = self._mode(variables, key, train=train)
+            try:
+                result, after = self._call(everything, inputs, keywords, rngs=keys, mutable=mutable)
+            except _NoKeyError as error:
+                fix = f"none in {method}; or a module of nnx, whose layers each have a random state"
+                problems = [dataclasses.replace(problem, fix=fix) for problem in error.problems]
+                raise ConfigError(NO_PIPELINE, problems) from None
+            after = dict(nn.meta.unbox(after))
+            check_nothing_sown(method, [name for name in after if name not in variables])
+            return result, {**variables, **after}
+
+        return run
+
+    def _with_layers(self, params: Any) -> nn.Module:
+        """Return the module with as many layers as a stack of its parameters has rows."""
+        path, rows = self._stack
+        own = tree.branch(params, path).shape[0]
+        if own == rows:
+            return self.module
+        layers = getattr(self.module, self.layers)
+        return self.module.clone(**{self.layers: layers * own // rows})
+
+    @functools.cached_property
+    def _stack(self) -> tuple[str, int]:
+        """The path of a parameter that grows with the number of layers, and its rows."""
+        layers = getattr(self.module, self.layers)
+        other = self.module.clone(**{self.layers: 2 * layers})
+        twice = dataclasses.replace(self, module=other, said={})
+        found, grown = self._params, twice._params
+        for path, x in found.items():
+            if path in grown and grown[path].shape[:1] == (2 * x.shape[0],):
+                return path, x.shape[0]
+        what = f"is {self.layers!r}, and no parameter has a row for each"
+        fix = f"a field for the number of stacked layers: nn.scan(…, length=self.{self.layers})"
+        raise ConfigError(INVALID_MODEL, [Problem("layers", what, fix=fix)])
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        """The abstract parameters by their paths."""
+        made, _ = self._traced
+        return tree.flatten(nn.meta.unbox(made.get("params", {})))
+
     def info(self) -> ModelInfo:
         collections = self._collections
         check_sown(self._named(collections.sown_values), collections.sown_by_scan)
         made, layers = self._traced
         params = made.get("params", {})
         names = made.get(PARAMS_AXES)
-        arrays = tree.flatten(nn.meta.unbox(params))
-        shapes = {path: x.shape for path, x in arrays.items()}
+        shapes = {path: x.shape for path, x in self._params.items()}
         return dataclasses.replace(
             describe(shapes, self.said),
             annotations=linen_annotations(params, names),
             padding_aware=takes_valid(called_method(self.module, self.training)),
             cast_by_layer=params_of(layers, shapes),
         )
+
+    def _mode(
+        self, variables: Any, key: jax.Array | None, *, train: bool
+    ) -> tuple[dict[str, jax.Array], nn.DenyList]:
+        """Return the keys of a call in a mode, and the collections that it may change."""
+        streams, immutable = (*self.rngs, "params"), _NO_VARIABLES
+        if not train:
+            streams, immutable = self.evaluation_rngs, (*_NO_VARIABLES, *variables)
+        debugging = [name for name in DEBUGGING if name not in self.losses]
+        return _stream_keys(key, streams), nn.DenyList((*immutable, *debugging))
 
     @functools.cached_property
     def _collections(self) -> LinenCollections:
@@ -237,9 +352,12 @@ class _LinenFunctions:
         """Apply the module to collections and inputs."""
         keywords = dict(keywords)
         method = keywords.pop("method", "__call__")
-        run = checked_method(self.module, method, inputs, keywords)
+        module = self.module
+        if self.layers:
+            module = self._with_layers(everything["params"])
+        run = checked_method(module, method, inputs, keywords)
         with no_shardings_inside(), _flax_errors_in_words(), narrow_linen_attention():
-            return self.module.apply(everything, *inputs, method=run, **options, **keywords)
+            return module.apply(everything, *inputs, method=run, **options, **keywords)
 
     def _named(self, sown: Mapping[str, Any]) -> list[Sown]:
         # A tuple is one value.
@@ -254,6 +372,10 @@ class _LinenFunctions:
         if self.losses == _LOSSES:
             return  # the default, which a module need not have
         check_all_sown(name for name in self.losses if name not in sown)
+
+
+class _NoKeyError(ConfigError):
+    """Random numbers are drawn from a stream without a key."""
 
 
 def _without_params(collections: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +418,7 @@ def _flax_errors_in_words() -> Iterator[None]:
             f'evaluation_rngs=("{stream}",)'
         )
         problem = Problem(where, what, fix=fix)
-        raise ConfigError("The module draws random numbers:", [problem]) from None
+        raise _NoKeyError("The module draws random numbers:", [problem]) from None
     except flax.errors.ModifyScopeVariableError as error:
         where, line = own_line(error)
         what = f"changes a variable in evaluation: {line or error}"

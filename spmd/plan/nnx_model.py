@@ -10,7 +10,7 @@ logits = model.apply(params, tokens)
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -27,10 +27,8 @@ from spmd.errors import (
 )
 from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.model import (
-    NO_PIPELINE,
     VALID,
     LayeredModel,
-    LayeredModule,
     Model,
     ModelInfo,
     UpdatesOnceAStep,
@@ -44,11 +42,14 @@ from spmd.model_interface.model import (
 from spmd.plan.created import drawn_shapes
 from spmd.plan.flax_calls import (
     INVALID_MODEL,
+    ModeKeywords,
     as_array,
     called_method,
     check_all_sown,
     check_no_variables,
+    check_nothing_sown,
     checked_method,
+    mode_keywords,
     no_shardings_inside,
 )
 from spmd.plan.flax_dtypes import (
@@ -110,7 +111,8 @@ def from_nnx(
         losses: Types of variables whose sown values training adds to the loss; values sown as other
             types become metrics.
         train: Keyword arguments of a call in training, for a module that takes its mode as an
-            argument: `{"deterministic": False}`. Such a module cannot be pipelined.
+            argument: `{"deterministic": False}`. In a pipeline each part is called with those that
+            it takes.
         evaluate: Keyword arguments of a call in evaluation and of `apply`.
 
     Example:
@@ -228,16 +230,15 @@ class _NNXFunctions:
         return tree.map_with_path(take, variables)
 
     def layered(self) -> LayeredModel | None:
-        if self.training or self.evaluation:
-            return None
         module = self._abstract_module
-        if not isinstance(module, LayeredModule):
+        modes = mode_keywords(module, self.training, self.evaluation)
+        if modes is None:
             return None
         if takes_valid(called_method(module, {})) and not takes_valid(module.embed_inputs):
             what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
             fix = f"embed_inputs(…, {VALID}=None)"
             raise ConfigError(INVALID_MODEL, [Problem("embed_inputs", what, fix=fix)])
-        embed_inputs = self._part("embed_inputs")
+        embed_inputs = self._part("embed_inputs", modes)
 
         def embed(
             params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
@@ -247,8 +248,8 @@ class _NNXFunctions:
 
         return LayeredModel(
             InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
-            InComputeDtype(self._part("apply_layers"), self.info, returns_outputs=False),
-            InComputeDtype(self._part("compute_outputs"), self.info, has_variables=True),
+            InComputeDtype(self._part("apply_layers", modes), self.info, returns_outputs=False),
+            InComputeDtype(self._part("compute_outputs", modes), self.info, has_variables=True),
             getattr(module, "outputs_take_context", False),
         )
 
@@ -327,16 +328,17 @@ class _NNXFunctions:
         run = checked_method(module, method, inputs, keywords)
         return self._run(module, variables, functools.partial(run, module, *inputs, **keywords))
 
-    def _part(self, method: str) -> Callable[..., tuple[Any, Any]]:
+    def _part(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
         """Return a method of the module as a function of parameters, variables and inputs."""
 
         def run(
             params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any
         ) -> tuple[Any, Any]:
             module = self._restore(params, variables, train)
+            keywords = {**modes.of(method, train=train), **keywords}
             call = functools.partial(getattr(module, method), *inputs, **keywords)
             result, after = self._run(module, variables, call)
-            _check_nothing_sown(method, after.sown)
+            check_nothing_sown(method, after.sown)
             return result, after.variables
 
         return run
@@ -372,18 +374,6 @@ class _NNXFunctions:
             if not any(isinstance(x, kind) for x in sown.values()):
                 unsown.append(kind.__name__)
         check_all_sown(unsown)
-
-
-def _check_nothing_sown(method: str, sown: Iterable[str]) -> None:
-    """Raise a `ConfigError` if a part of the forward pass sows values: stages return none."""
-    what = f"is sown in {method}, and stages of a pipeline pass on returned values alone"
-    fix = (
-        "return it among the values of apply_layers, and take it into the outputs in "
-        "compute_outputs: spmd.model_interface.model.Outputs(logits, losses={…})"
-    )
-    problems = [Problem(path, what, fix=fix) for path in sorted(sown)]
-    if problems:
-        raise ConfigError(NO_PIPELINE, problems)
 
 
 def _set_training_mode(module: nnx.Module) -> None:

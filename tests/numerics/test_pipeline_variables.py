@@ -251,9 +251,8 @@ def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
 def test_control_of_statistics(monkeypatch):
     """Microbatches with the statistics from before the first one leave others."""
     monkeypatch.setattr(MicrobatchVariables, "with_statistics", lambda self, statistics: self)
-    _, state, _ = train(make_model(norm=True), steps=1, pipe=2, fsdp=2)
-    monkeypatch.undo()
-    _, one, _ = train(make_model(norm=True), steps=1)
+    _, state, _ = train(make_model(norm=True), pipe=2, fsdp=2)
+    _, one, _ = one_device(4, norm=True)
     found, wanted = (x.variables["layers"]["norm"]["var"] for x in (state, one))
     assert np.abs(found - wanted).max() > 1e-2
 
@@ -277,8 +276,8 @@ def test_control_of_dropout(monkeypatch):
     """Microbatches with the random state of the first have other numbers."""
     at = MicrobatchVariables.at
     monkeypatch.setattr(MicrobatchVariables, "at", lambda self, i: at(self, 0))
-    losses, _, _ = train(make_model(), pipe=2, fsdp=2, steps=1)
-    expected, _, _ = one_device(4)
+    losses, _, _ = train(make_model(norm=True), pipe=2, fsdp=2, steps=1)
+    expected, _, _ = one_device(4, norm=True)
     assert abs(losses[0] / expected[0] - 1) > 1e-3
 
 

@@ -1,0 +1,211 @@
+"""Linen modules in a pipeline: the numbers of one device, with batch statistics and arguments of a mode."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import ConfigError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.losses import next_token_loss
+from spmd.pipeline.grad_fn import pipeline, pipelined
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
+from spmd.plan.linen_model import from_linen
+from spmd.plan.nnx_model import from_nnx
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
+from spmd.training.state import init_state
+from spmd.training.step import make_eval_step, make_train_step
+from tests import tiny
+from tests.tiers import soak_but
+
+MICROBATCHES = 4
+WIDTH = 8
+RULES = Rules(
+    params=[
+        ("embed/embedding", P(None, "fsdp")),
+        ("(linear|head)/kernel", P("fsdp", "tensor")),
+        ("bias|scale|mean|var", replicate("small")),
+    ],
+    stacked={"blocks": "pipe"},
+)
+
+
+class Block(nn.Module):
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        y = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+        y = nn.Dense(WIDTH, name="linear")(nn.gelu(y))
+        return x + nn.Dropout(self.rate, deterministic=not train)(y), None
+
+
+class Net(nn.Module):
+    """Dropout of the embedding, and, at a rate of layers, in these."""
+
+    blocks: int = 4
+    rate_of_layers: float = 0.0
+
+    def setup(self):
+        self.embed = nn.Embed(64, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        stack = nn.scan(
+            Block,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=self.blocks,
+            in_axes=nn.broadcast,
+        )
+        self.stack = stack(self.rate_of_layers, name="blocks")
+        self.head = nn.Dense(64)
+
+    def embed_inputs(self, tokens, train=False):
+        return self.dropout(self.embed(tokens), deterministic=not train), None
+
+    def apply_layers(self, x, context, train=False):
+        return self.stack(x, train)
+
+    def compute_outputs(self, x, values):
+        return self.head(x)
+
+    def __call__(self, tokens, train=False):
+        x, context = self.embed_inputs(tokens, train)
+        return self.compute_outputs(*self.apply_layers(x, context, train))
+
+
+def make_model(layers="blocks", **fields):
+    tokens = jax.ShapeDtypeStruct((2, 8), "int32")
+    return from_linen(Net(**fields), tokens, train={"train": True}, layers=layers)
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 64, (16, 9), np.int32)
+    weights = np.ones((16, 8), np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def make_step(model, schedule="1f1b", chunks=1, **mesh):
+    plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
+    loss_fn = next_token_loss(model)
+    grad_fn = accumulate(value_and_grad(loss_fn), MICROBATCHES)
+    if "pipe" in mesh:
+        table = tabulate(make_schedule(schedule, mesh["pipe"], MICROBATCHES, chunks))
+        grad_fn = pipeline(loss_fn, table)
+    return make_train_step(plan, grad_fn=grad_fn)
+
+
+def train(model, schedule="1f1b", chunks=1, **mesh):
+    """Losses of two steps, their last state, and the evaluation's loss."""
+    step = make_step(model, schedule, chunks, **mesh)
+    state = init_state(step.plan)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"]))
+    evaluated = next_token_loss(model, train=False)
+    if "pipe" in mesh:
+        evaluated = pipelined(evaluated, mesh["pipe"], MICROBATCHES)
+    after = make_eval_step(step.plan, evaluated)(state.params, state.variables, batch())
+    return losses, jax.device_get(state), float(after["loss"])
+
+
+LAYOUTS = {
+    "1f1b": (4, "1f1b", 1, {"pipe": 2, "fsdp": 2, "tensor": 2}),
+    "interleaved": (4, "interleaved", 2, {"pipe": 2, "data": 2}),
+    "uneven": (5, "1f1b", 1, {"pipe": 2, "fsdp": 2}),
+}
+"""Name → layers, schedule, chunks of a stage, and mesh."""
+
+
+@pytest.mark.parametrize("layout", soak_but(LAYOUTS, "1f1b"))
+def test_a_linen_module_has_the_numbers_of_one_device(layout):
+    """Its stages are copies with fewer layers."""
+    layers, schedule, chunks, mesh = LAYOUTS[layout]
+    model = make_model(blocks=layers)
+    losses, state, evaluated = train(model, schedule, chunks, **mesh)
+    expected, one, evaluated_one = train(model)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(evaluated, evaluated_one, rtol=1e-6)
+    found, wanted = ((x.params, x.variables) for x in (state, one))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mode_reaches_the_layers():
+    """The control: without the argument of the mode, statistics stay as they are, and the loss is another."""
+    model = make_model()
+    parts = model.layered()
+    params = model.init(jax.random.key(0))
+    variables = model.init_variables(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 8, WIDTH)) * 3
+    changed = []
+    for train in (False, True):
+        _, after = parts.apply_layers(params, variables, x, None, train=train)
+        mean = after["batch_stats"]["blocks"]["norm"]["mean"]
+        changed.append(float(jnp.abs(mean).max()) > 0)
+    assert changed == [False, True]
+
+
+def test_random_numbers_in_layers_are_refused():
+    """Stages have no key: the error names the stream and the method."""
+    step = make_step(make_model(rate_of_layers=0.3), pipe=2)
+    said = r"'dropout', which has no key(.|\n)*none in apply_layers; or a module of nnx"
+    with pytest.raises(ConfigError, match=said):
+        step.trace(batch())
+
+
+def test_a_field_that_is_not_there():
+    """Is an error with the nearest; without a field, the error about a pipeline says what is missing."""
+    with pytest.raises(ConfigError, match=r"layers: is 'block', and Net has no such(.|\n)*blocks"):
+        make_model(layers="block")
+    with pytest.raises(ConfigError, match=r'spmd\.from_linen also layers="…"'):
+        make_step(make_model(layers=""), pipe=2).trace(batch())
+
+
+class TakesItsMode(nnx.Module):
+    """A module of nnx with an argument of its mode, which its layers take."""
+
+    def __init__(self, rngs, named="train"):
+        self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
+        kernel = jax.random.normal(rngs.params(), (4, WIDTH, WIDTH)) * 0.1
+        self.blocks = nnx.Dict(kernel=nnx.Param(kernel))
+
+    def embed_inputs(self, tokens):
+        return self.embed(tokens), None
+
+    def apply_layers(self, x, context, train=False):
+        scale = 2.0 if train else 1.0
+        return jax.lax.scan(
+            lambda x, kernel: (x + scale * jnp.tanh(x @ kernel), None),
+            x,
+            self.blocks["kernel"][...],
+        )
+
+    def compute_outputs(self, x, values):
+        return self.embed.attend(x)
+
+    def __call__(self, tokens, train=False):
+        x, context = self.embed_inputs(tokens)
+        return self.compute_outputs(*self.apply_layers(x, context, train=train))
+
+
+def test_arguments_of_a_mode_reach_the_parts_of_nnx():
+    """Each that one takes; one that none takes is an error."""
+    model = from_nnx(TakesItsMode, train={"train": True})
+    params = model.init(jax.random.key(0))
+    parts = model.layered()
+    x = jnp.ones((1, 2, WIDTH))
+    with_mode, without = (
+        parts.apply_layers(params, {}, x, None, train=train)[0][0] for train in (True, False)
+    )
+    assert float(jnp.abs(with_mode - without).max()) > 0.1
+    other = from_nnx(TakesItsMode, train={"deterministic": False})
+    with pytest.raises(ConfigError, match="deterministic: is an argument of the mode that no part"):
+        other.layered()
