@@ -222,6 +222,7 @@ def assert_close(found, wanted, **tolerance):
         np.testing.assert_allclose(x, y, **tolerance)
 
 
+@pytest.mark.soak
 def test_variables_in_lists_are_those_of_one_device():
     """Their paths have numbers; and what passes through a transform of Flax is no change."""
     model = from_nnx(Lists)
