@@ -48,7 +48,7 @@ class VariableChanges:
     arguments: Any
 
     def read_of(self, carried: Collection[str]) -> list[str]:
-        """Return the variables of `carried` whose values the sums, or any other variable, depend on.
+        """Return the carried variables needed for the sums, or for any other variable.
 
         Args:
             carried: Paths of variables.

@@ -22,7 +22,7 @@ from spmd.errors import (
     describe_value,
     did_you_mean,
 )
-from spmd.model_interface.model import NO_PIPELINE, LayeredModule
+from spmd.model_interface.model import NO_PIPELINE, VALID, LayeredModule, takes_valid
 from spmd.plan.logical_constraints import read_logical_constraints
 
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
@@ -60,9 +60,13 @@ class ModeKeywords:
     evaluation: Mapping[str, Any]
 
     def of(self, method: str, *, train: bool) -> dict[str, Any]:
-        """Return those that a method takes."""
+        """Return the keyword arguments of a method in a mode."""
         keywords = self.training if train else self.evaluation
-        return {name: x for name, x in keywords.items() if self._takes(method, name)}
+        taken = {}
+        for name, x in keywords.items():
+            if self._takes(method, name):
+                taken[name] = x
+        return taken
 
     def check(self) -> None:
         """Raise a `ConfigError` if an argument is taken by no method."""
@@ -76,9 +80,12 @@ class ModeKeywords:
             raise ConfigError(NO_PIPELINE, problems)
 
     def _takes(self, method: str, name: str) -> bool:
-        parameters = inspect.signature(getattr(self.module, method)).parameters
-        takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
-        return takes_any or name in parameters
+        signature = inspect.signature(getattr(self.module, method))
+        try:
+            signature.bind_partial(**{name: None})
+        except TypeError:
+            return False
+        return True
 
 
 def mode_keywords(
@@ -89,10 +96,15 @@ def mode_keywords(
     That is a module without these methods, and a mode that chooses another method to call.
 
     Raises:
-        ConfigError: No method takes an argument of a mode.
+        ConfigError: No method takes an argument of a mode, or `embed_inputs` not the mask of the
+            tokens that are no padding.
     """
     if not isinstance(module, LayeredModule) or "method" in {*training, *evaluation}:
         return None
+    if takes_valid(called_method(module, {})) and not takes_valid(module.embed_inputs):
+        what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
+        fix = f"embed_inputs(…, {VALID}=None)"
+        raise ConfigError(INVALID_MODEL, [Problem("embed_inputs", what, fix=fix)])
     keywords = ModeKeywords(module, training, evaluation)
     keywords.check()
     return keywords

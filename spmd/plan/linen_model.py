@@ -273,7 +273,7 @@ class _LinenFunctions:
                 problems = [dataclasses.replace(problem, fix=fix) for problem in error.problems]
                 raise ConfigError(NO_PIPELINE, problems) from None
             after = dict(nn.meta.unbox(after))
-            check_nothing_sown(method, [name for name in after if name not in variables])
+            check_nothing_sown(method, after.keys() - variables.keys())
             return result, {**variables, **after}
 
         return run
@@ -289,7 +289,7 @@ class _LinenFunctions:
 
     @functools.cached_property
     def _stack(self) -> tuple[str, int]:
-        """The path of a parameter that grows with the number of layers, and its rows."""
+        """Path and rows of a parameter with a row for each layer."""
         layers = getattr(self.module, self.layers)
         other = self.module.clone(**{self.layers: 2 * layers})
         twice = dataclasses.replace(self, module=other, said={})
@@ -324,7 +324,7 @@ class _LinenFunctions:
     def _mode(
         self, variables: Any, key: jax.Array | None, *, train: bool
     ) -> tuple[dict[str, jax.Array], nn.DenyList]:
-        """Return the keys of a call in a mode, and the collections that it may change."""
+        """Return the keys and the mutable collections of a call in a mode."""
         streams, immutable = (*self.rngs, "params"), _NO_VARIABLES
         if not train:
             streams, immutable = self.evaluation_rngs, (*_NO_VARIABLES, *variables)

@@ -27,7 +27,6 @@ from spmd.errors import (
 )
 from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.model import (
-    VALID,
     LayeredModel,
     Model,
     ModelInfo,
@@ -37,7 +36,6 @@ from spmd.model_interface.model import (
     is_position_aware,
     name_of_callable,
     supports_kv_cache,
-    takes_valid,
 )
 from spmd.plan.created import drawn_shapes
 from spmd.plan.flax_calls import (
@@ -234,10 +232,6 @@ class _NNXFunctions:
         modes = mode_keywords(module, self.training, self.evaluation)
         if modes is None:
             return None
-        if takes_valid(called_method(module, {})) and not takes_valid(module.embed_inputs):
-            what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
-            fix = f"embed_inputs(…, {VALID}=None)"
-            raise ConfigError(INVALID_MODEL, [Problem("embed_inputs", what, fix=fix)])
         embed_inputs = self._part("embed_inputs", modes)
 
         def embed(

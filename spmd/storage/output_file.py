@@ -1,4 +1,4 @@
-"""Single files that a command writes, such as a report: on a disk or in a bucket."""
+"""Single output files of commands, such as a report: on a disk or in a bucket."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ _PATIENCE = 60.0
 
 
 def output_problems(where: str, file: str) -> list[Problem]:
-    """Return what prevents that a file is written, before the work for its content begins.
+    """Return the problems of an output file, before the work for its content begins.
 
     Args:
         where: The flag or argument by which the file was given.
