@@ -83,7 +83,8 @@ def run_search(arguments: list[str]) -> int:
     """Run `spmd search`; return 3 if nothing fits."""
     leave_devices_alone(arguments)
     command, source, path = parse_source(SearchCommand, SearchStepCommand, arguments, "search")
-    problems = list(_problems(command))
+    base = _name_for_code(arguments[0], path)
+    problems = list(_problems(command, base))
     if problems:
         raise ConfigError("Nothing to search for:", problems)
     topology = parse_topology(command.topology)
@@ -99,7 +100,7 @@ def run_search(arguments: list[str]) -> int:
     best = search.best
     write = command.write if isinstance(command, SearchCommand) else ""
     if best is not None and write:
-        _write(command, topology, _name_for_code(arguments[0], path), best)
+        _write(command, topology, base, best)
     if command.json:
         print(json.dumps(_to_json(search, best), indent=2))
     elif best is None:
@@ -113,7 +114,7 @@ def run_search(arguments: list[str]) -> int:
     return 0
 
 
-def _problems(command: _SearchOptions) -> Iterator[Problem]:
+def _problems(command: _SearchOptions, base: str) -> Iterator[Problem]:
     if not command.topology:
         yield Problem("--topology", "is not given", fix="a machine, such as v5p:4x4x8")
         return
@@ -122,18 +123,18 @@ def _problems(command: _SearchOptions) -> Iterator[Problem]:
     yield from check_local("--state", command.state)
     topology = parse_topology(command.topology)
     if isinstance(command, SearchCommand):
-        yield from _config_problems(command, topology)
+        yield from _config_problems(command, topology, base)
     if command.confirm and topology.platform == "tpu":
         absent = missing_extra(topology)
         if absent:
             yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
 
 
-def _config_problems(command: SearchCommand, topology: Topology) -> Iterator[Problem]:
+def _config_problems(command: SearchCommand, topology: Topology, base: str) -> Iterator[Problem]:
     if command.days < 0:
         yield Problem("--days", f"is {command.days}", fix="above 0")
     if command.write:
-        yield from _write_problems(command)
+        yield from _write_problems(command, base)
     if command.days and command.largest_batch:
         yield Problem(
             "--days",
@@ -148,7 +149,7 @@ def _config_problems(command: SearchCommand, topology: Topology) -> Iterator[Pro
         )
 
 
-def _write_problems(command: SearchCommand) -> Iterator[Problem]:
+def _write_problems(command: SearchCommand, base: str) -> Iterator[Problem]:
     if command.largest_batch:
         yield Problem(
             "--write",
@@ -156,6 +157,9 @@ def _write_problems(command: SearchCommand) -> Iterator[Problem]:
             fix="ask for one of them",
         )
     yield from output_problems("--write", command.write)  # before minutes of compilation
+    if is_address(command.write) and not is_address(base) and base not in shipped():
+        what = f"is in a bucket, and the config would be based on {base}, on a disk"
+        yield Problem("--write", what, fix="a shipped CONFIG, or one in the bucket")
 
 
 def _search(command: _SearchOptions, source: StepSource, topology: Topology, path: Path) -> Search:

@@ -47,7 +47,7 @@ class VariableChanges:
     program: ClosedJaxpr
     arguments: Any
 
-    def read_of(self, carried: Collection[str]) -> list[str]:
+    def read_among(self, carried: Collection[str]) -> list[str]:
         """Return the carried variables needed for the sums, or for any other variable.
 
         Args:

@@ -174,13 +174,13 @@ def start_base(base: Any, model: Model) -> Any:
     Codes are decoded here where no layer decodes its own: outside of stacks that are run layer by
     layer.
     """
-    runs_by_layer = model.layered() is not None
-    stacks = model.info().stacks or {}
+    info = model.info()
+    stacks = info.stacks or {}
 
     def start(path: str, param: Any) -> Any:
         if not isinstance(param, QuantizedParam) or param.takes_codes:
             return param
-        if runs_by_layer and dims_of(path, stacks):
+        if info.decodes_layers and dims_of(path, stacks):
             return param
         return decode_shards(param, path, param.dtype, is_stack=True)
 

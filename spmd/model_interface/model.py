@@ -143,6 +143,7 @@ class ModelInfo:
             lookup.
         added: Paths of parameters that their layers add to a product or multiply by: biases, scales
             of norms.
+        decodes_layers: Whether stacked layers may be codes: each is decoded where it is used.
         stacks: The stacks of layers, recorded where parameters are created; None where nothing was
             recorded.
         created: Path of a parameter stored with more dimensions than it was created with → its
@@ -174,6 +175,7 @@ class ModelInfo:
     matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)
     no_matrix: Mapping[str, str] = dataclasses.field(default_factory=dict)
     added: frozenset[str] = frozenset()
+    decodes_layers: bool = False
     stacks: Mapping[str, Stack] | None = None
     created: Mapping[str, int] = dataclasses.field(default_factory=dict)
     position_aware: bool = False

@@ -196,7 +196,7 @@ class _Stage:
         """Return the arguments of a task.
 
         Args:
-            statistics: Of all chunks; only forward tasks read their values.
+            statistics: Of all chunks. Their values count in the tasks that carry them.
         """
         layers = select_chunk(self.chunks, self._group(i, chunk))
         shared = select_chunk(self.shared, self._version(i))

@@ -171,9 +171,11 @@ def _from_stages(x: jax.Array, dim: int | None, split: LayerSplit) -> jax.Array:
     if dim is None:
         own = jnp.asarray(rows)[jax.lax.axis_index(AXIS)]
         has_layer = (own >= 0).reshape(-1, *[1] * (x.ndim - 1))
-        x = jnp.where(has_layer, x, 0)
-        whole = jnp.zeros((split.layers, *x.shape[1:]), x.dtype)
-        return psum(whole.at[jnp.maximum(own, 0)].add(x), (AXIS,))
+        number = jnp.promote_types(x.dtype, jnp.uint8)  # a flag is summed as a number
+        rows_of_layers = jnp.where(has_layer, x.astype(number), 0)
+        whole = jnp.zeros((split.layers, *x.shape[1:]), number)
+        whole = whole.at[jnp.maximum(own, 0)].add(rows_of_layers)
+        return psum(whole, (AXIS,)).astype(x.dtype)
     parts = jax.lax.all_to_all(x, AXIS, dim, 0, tiled=True)
     places = np.argsort(rows.reshape(-1))[-split.layers :]
     return parts[places]

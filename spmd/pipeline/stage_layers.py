@@ -35,7 +35,7 @@ class Microbatch(NamedTuple):
         shared: All other parameters.
         number: The microbatch.
         chunk: The number of the chunk.
-        statistics: The statistics of the chunk's layers, before a forward task.
+        statistics: The statistics of the chunk's layers, before the task that carries them.
     """
 
     layers: Any

@@ -5,8 +5,8 @@ microbatches before the first one enters. So each task reads those of its microb
 of tasks, and again in its backward task.
 
 Variables that the examples change, such as batch statistics, are kept by the stage of their layers:
-each forward task takes those that its last one left. Training does not read them, so the backward
-task needs none.
+each forward task takes those that its last one left. Training does not read them, so they are not
+kept for backward tasks.
 """
 
 import dataclasses
@@ -110,12 +110,15 @@ def check_no_statistics(variables: MicrobatchVariables) -> None:
 
 
 def _problems(changes: VariableChanges, statistics: Any) -> Iterator[Problem]:
-    """Yield a problem for each variable that examples change and training reads."""
-    for path in changes.read_of(tree.flatten(statistics).keys()):
-        yield Problem(
-            path,
-            "is changed by the examples of each microbatch, and read by the loss or by another "
-            "variable",
-            "its stage may have gone on to later microbatches when a backward task reads it",
-            "pipe=1",
-        )
+    """Yield a problem for each variable that examples change and training reads.
+
+    A list is carried whole.
+    """
+    for path in changes.read_among(tree.flatten(statistics).keys()):
+        what = "is in a list with variables that the examples change, and the loss reads it"
+        fix = "outside of this list"
+        if path in changes.by_examples:
+            what = "changes with each microbatch, and the loss or another variable reads it"
+            fix = "pipe=1"
+        detail = "its stage may have gone on to later microbatches when a backward task reads it"
+        yield Problem(path, what, detail, fix)

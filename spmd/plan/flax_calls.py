@@ -91,16 +91,18 @@ class ModeKeywords:
 def mode_keywords(
     module: Any, training: Mapping[str, Any], evaluation: Mapping[str, Any]
 ) -> ModeKeywords | None:
-    """Return the keyword arguments of the methods for a pipeline; None if there are none to call.
-
-    That is a module without these methods, and a mode that chooses another method to call.
+    """Return the keyword arguments of the methods for a pipeline; None without these methods.
 
     Raises:
-        ConfigError: No method takes an argument of a mode, or `embed_inputs` not the mask of the
-            tokens that are no padding.
+        ConfigError: A mode chooses another method to call; no method takes an argument of a mode;
+            or `embed_inputs` does not take the mask of the tokens that are no padding.
     """
-    if not isinstance(module, LayeredModule) or "method" in {*training, *evaluation}:
+    if not isinstance(module, LayeredModule):
         return None
+    if "method" in {*training, *evaluation}:
+        what = f"is chosen by the mode, and stages call {', '.join(_PARTS)}"
+        problem = Problem("method", what, fix="no method among train and evaluate")
+        raise ConfigError(NO_PIPELINE, [problem])
     if takes_valid(called_method(module, {})) and not takes_valid(module.embed_inputs):
         what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
         fix = f"embed_inputs(…, {VALID}=None)"

@@ -26,6 +26,7 @@ from spmd.errors import (
     check_type,
     did_you_mean,
 )
+from spmd.jaxpr.dependence import dependent_outputs
 from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.kernels import Said
 from spmd.model_interface.model import (
@@ -36,6 +37,7 @@ from spmd.model_interface.model import (
     abstract_key,
     takes_valid,
 )
+from spmd.model_interface.wrapped_param import is_wrapped
 from spmd.plan.created import recording
 from spmd.plan.flax_calls import (
     INVALID_MODEL,
@@ -59,6 +61,7 @@ from spmd.plan.linen_collections import DEBUGGING, LinenCollections
 from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
 from spmd.plan.structure import describe
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations
+from spmd.sharding.layer_paths import dims_of
 
 _LOSSES = ("losses",)
 
@@ -87,8 +90,8 @@ def from_linen(
     debugging (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
 
     A module with the methods `embed_inputs`, `apply_layers` and `compute_outputs` can be pipelined
-    (`spmd.model_interface.model.LayeredModel`) if `layers` names a field for their number. Only
-    `embed_inputs` can draw random numbers there.
+    (`spmd.model_interface.model.LayeredModel`) if `layers` names the field for their number. There,
+    only `embed_inputs` can draw random numbers.
 
     Args:
         *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used,
@@ -104,8 +107,9 @@ def from_linen(
             `{"deterministic": False}`.
         evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply`
             and `forward` are added; `method` is the method to call, as in Flax.
-        layers: Name of the module's field with the number of its stacked layers. A stage of a
-            pipeline runs a copy of the module in which it is the number of its own.
+        layers: Name of the module's field with the number of its stacked layers, such as
+            `n_layers: int` (a field of the module itself, not of its config). A stage of a pipeline
+            runs a copy of the module in which it is the number of its own.
 
     Raises:
         ConfigError: `module` is no Linen module, or has no such field.
@@ -198,7 +202,8 @@ class _LinenFunctions:
         everything = {"params": params, **variables}
         mode = self.training if train else self.evaluation
         keywords = {**mode, **keywords}
-        keys, mutable = self._mode(variables, key, train=train)
+        keys = self._keys(key, train=train)
+        mutable = self._mutable(variables, train=train)
 
         def run() -> tuple[Any, Any]:
             return self._call(everything, inputs, keywords, rngs=keys, mutable=mutable)
@@ -238,10 +243,11 @@ class _LinenFunctions:
         def embed(
             params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
         ) -> Any:
-            return embed_inputs(params, variables, *inputs, key=key, train=train, **keywords)
+            keys = self._keys(key, train=train)
+            return embed_inputs(params, variables, *inputs, keys=keys, train=train, **keywords)
 
-        apply_layers = self._part("apply_layers", modes)
-        compute_outputs = self._part("compute_outputs", modes)
+        apply_layers = self._without_keys("apply_layers", modes)
+        compute_outputs = self._without_keys("compute_outputs", modes)
         return LayeredModel(
             InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
             InComputeDtype(apply_layers, self.info, returns_outputs=False),
@@ -250,56 +256,74 @@ class _LinenFunctions:
         )
 
     def _part(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
-        """Return a method as a function of some layers, variables and inputs.
-
-        Without a key, it cannot draw random numbers.
-        """
+        """Return a method as a function of some layers, variables, inputs and keys of streams."""
 
         def run(
             params: Any,
             variables: Any,
             *inputs: Any,
             train: bool,
-            key: jax.Array | None = None,
+            keys: Mapping[str, jax.Array],
             **keywords: Any,
         ) -> tuple[Any, Any]:
             keywords = {**modes.of(method, train=train), **keywords, "method": method}
             everything = {"params": params, **variables}
-            keys, mutable = self._mode(variables, key, train=train)
-            try:
-                result, after = self._call(everything, inputs, keywords, rngs=keys, mutable=mutable)
-            except _NoKeyError as error:
-                fix = f"none in {method}; or a module of nnx, whose layers each have a random state"
-                problems = [dataclasses.replace(problem, fix=fix) for problem in error.problems]
-                raise ConfigError(NO_PIPELINE, problems) from None
+            mutable = self._mutable(variables, train=train)
+            result, after = self._call(everything, inputs, keywords, rngs=keys, mutable=mutable)
             after = dict(nn.meta.unbox(after))
             check_nothing_sown(method, after.keys() - variables.keys())
             return result, {**variables, **after}
 
         return run
 
+    def _without_keys(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
+        """Return a method that draws no random numbers, as a function without keys.
+
+        It gets some keys: a module may ask whether it has any.
+        """
+        part = self._part(method, modes)
+
+        def run(params: Any, variables: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+            def with_keys(keys: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+                return part(params, variables, *inputs, train=train, keys=keys)
+
+            keys = self._keys(jax.random.key(0), train=train)
+            program = jax.make_jaxpr(with_keys)(keys)
+            if any(dependent_outputs(program, [True] * len(keys))):
+                where = f"{type(self.module).__name__}.{method}"
+                what = "draws random numbers, and Linen splits one key among all layers"
+                fix = f"none in {method}; or a module of nnx, whose layers each have a random state"
+                raise ConfigError(NO_PIPELINE, [Problem(where, what, fix=fix)])
+            return with_keys(keys)
+
+        return run
+
     def _with_layers(self, params: Any) -> nn.Module:
-        """Return the module with as many layers as a stack of its parameters has rows."""
-        path, rows = self._stack
-        own = tree.branch(params, path).shape[0]
-        if own == rows:
-            return self.module
-        layers = getattr(self.module, self.layers)
-        return self.module.clone(**{self.layers: layers * own // rows})
+        """Return the module with as many layers as the stacks of its parameters have rows."""
+        found = tree.flatten(params, is_leaf=is_wrapped)
+        for path, rows in self._rows.items():
+            own = rows
+            if path in found:
+                own = found[path].shape[0]
+            if own != rows:
+                layers = getattr(self.module, self.layers)
+                return self.module.clone(**{self.layers: layers * own // rows})
+        return self.module
 
     @functools.cached_property
-    def _stack(self) -> tuple[str, int]:
-        """Path and rows of a parameter with a row for each layer."""
-        layers = getattr(self.module, self.layers)
-        other = self.module.clone(**{self.layers: 2 * layers})
-        twice = dataclasses.replace(self, module=other, said={})
-        found, grown = self._params, twice._params
-        for path, x in found.items():
-            if path in grown and grown[path].shape[:1] == (2 * x.shape[0],):
-                return path, x.shape[0]
-        what = f"is {self.layers!r}, and no parameter has a row for each"
-        fix = f"a field for the number of stacked layers: nn.scan(…, length=self.{self.layers})"
-        raise ConfigError(INVALID_MODEL, [Problem("layers", what, fix=fix)])
+    def _rows(self) -> dict[str, int]:
+        """Path → rows of each parameter that is a stack of layers."""
+        shapes = {path: x.shape for path, x in self._params.items()}
+        stacks = describe(shapes, self.said).stacks or {}
+        rows = {}
+        for path, shape in shapes.items():
+            if 0 in dims_of(path, stacks):
+                rows[path] = shape[0]
+        if not rows:
+            what = f"is {self.layers!r}, and no parameter has a row for each layer"
+            fix = f"stacked layers: nn.scan(…, length=self.{self.layers})"
+            raise ConfigError(INVALID_MODEL, [Problem("layers", what, fix=fix)])
+        return rows
 
     @property
     def _params(self) -> dict[str, Any]:
@@ -321,15 +345,19 @@ class _LinenFunctions:
             cast_by_layer=params_of(layers, shapes),
         )
 
-    def _mode(
-        self, variables: Any, key: jax.Array | None, *, train: bool
-    ) -> tuple[dict[str, jax.Array], nn.DenyList]:
-        """Return the keys and the mutable collections of a call in a mode."""
-        streams, immutable = (*self.rngs, "params"), _NO_VARIABLES
+    def _keys(self, key: jax.Array | None, *, train: bool) -> dict[str, jax.Array]:
+        """Return a key for each random stream of a mode."""
+        streams = self.evaluation_rngs
+        if train:
+            streams = (*self.rngs, "params")
+        return _stream_keys(key, streams)
+
+    def _mutable(self, variables: Any, *, train: bool) -> nn.DenyList:
+        """Return the collections changed by a call in a mode."""
+        immutable = [*_NO_VARIABLES, *(name for name in DEBUGGING if name not in self.losses)]
         if not train:
-            streams, immutable = self.evaluation_rngs, (*_NO_VARIABLES, *variables)
-        debugging = [name for name in DEBUGGING if name not in self.losses]
-        return _stream_keys(key, streams), nn.DenyList((*immutable, *debugging))
+            immutable += variables
+        return nn.DenyList(tuple(immutable))
 
     @functools.cached_property
     def _collections(self) -> LinenCollections:
@@ -374,10 +402,6 @@ class _LinenFunctions:
         check_all_sown(name for name in self.losses if name not in sown)
 
 
-class _NoKeyError(ConfigError):
-    """Random numbers are drawn from a stream without a key."""
-
-
 def _without_params(collections: Mapping[str, Any]) -> dict[str, Any]:
     others = {}
     for name, values in collections.items():
@@ -418,7 +442,7 @@ def _flax_errors_in_words() -> Iterator[None]:
             f'evaluation_rngs=("{stream}",)'
         )
         problem = Problem(where, what, fix=fix)
-        raise _NoKeyError("The module draws random numbers:", [problem]) from None
+        raise ConfigError("The module draws random numbers:", [problem]) from None
     except flax.errors.ModifyScopeVariableError as error:
         where, line = own_line(error)
         what = f"changes a variable in evaluation: {line or error}"

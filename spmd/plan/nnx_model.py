@@ -28,6 +28,7 @@ from spmd.errors import (
 from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.model import (
     LayeredModel,
+    LayeredModule,
     Model,
     ModelInfo,
     UpdatesOnceAStep,
@@ -275,6 +276,7 @@ class _NNXFunctions:
             sent_exactly=self._params_with("sent_exactly"),
             cast_by_layer=self._params_with(CAST_BY_LAYER) | gathered_by_layer,
             linear=self._params_with("linear"),
+            decodes_layers=isinstance(module, LayeredModule),
             position_aware=is_position_aware(module),
             supports_kv_cache=supports_kv_cache(module),
             padding_aware=is_padding_aware(module, called_method(module, self.training)),

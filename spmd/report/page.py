@@ -8,6 +8,7 @@ from typing import NewType
 
 from spmd.errors import Problem
 from spmd.report.charts import Chart, library
+from spmd.storage.address import locate, location_problems
 from spmd.storage.output_file import output_problems
 
 Html = NewType("Html", str)
@@ -198,7 +199,10 @@ def check_file(where: str, file: str) -> list[Problem]:
     fix = "a file such as report.html"
     if not file:
         return [Problem(where, "is not given", fix=fix)]
-    if not file.endswith(".html"):
+    problems = location_problems(where, file)
+    if problems:
+        return problems
+    if not locate(file).name.endswith(".html"):
         return [Problem(where, f"is {file}, and a report is an HTML file", fix=fix)]
     return output_problems(where, file)
 

@@ -1,11 +1,13 @@
 """Single output files of commands, such as a report: on a disk or in a bucket."""
 
 import dataclasses
+from pathlib import Path
 
 from spmd.errors import ConfigError, Problem, StorageError, nearest_file
 from spmd.storage.address import BucketPath, locate, location_problems
 from spmd.storage.bucket import Bucket
 
+_NOT_WRITTEN = "File not written:"
 _PATIENCE = 60.0
 """Seconds of repeated requests to a store that does not answer: somebody waits at a terminal."""
 
@@ -27,16 +29,21 @@ def output_problems(where: str, file: str) -> list[Problem]:
     location = locate(file)
     if isinstance(location, BucketPath):
         return _bucket_problems(where, location)
-    folder = location.absolute().parent
+    return _disk_problems(where, location)
+
+
+def _disk_problems(where: str, file: Path) -> list[Problem]:
+    """Return why a file on a disk cannot be written."""
+    folder = file.absolute().parent
     if not folder.is_dir():
         return [Problem(where, f"{file} is in no folder that exists", fix=nearest_file(folder))]
-    if location.is_dir():
+    if file.is_dir():
         return [Problem(where, f"{file} is a folder", fix="the name of a file")]
     return []
 
 
 def _bucket_problems(where: str, location: BucketPath) -> list[Problem]:
-    """Return why a bucket cannot be reached; nothing is written."""
+    """Return why a bucket cannot be reached or listed; nothing is written."""
     try:
         Bucket(location, patience=_PATIENCE).check()
     except StorageError as error:
@@ -58,13 +65,19 @@ def write_output(where: str, file: str, text: str) -> None:
         ConfigError: The file cannot be written.
         StorageError: The object cannot be.
     """
+    problems = location_problems(where, file)
+    if problems:
+        raise ConfigError(_NOT_WRITTEN, problems)
     location = locate(file)
     if isinstance(location, BucketPath):
         Bucket(location.parent, patience=_PATIENCE).write(location.name, text.encode())
         return
+    problems = _disk_problems(where, location)
+    if problems:
+        raise ConfigError(_NOT_WRITTEN, problems)
     try:
         location.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"{file} cannot be written: {error.strerror}"
-        problem = Problem(where, what, fix="a file in a folder that exists")
-        raise ConfigError("File not written:", [problem]) from error
+        problem = Problem(where, what, fix="another file")
+        raise ConfigError(_NOT_WRITTEN, [problem]) from error

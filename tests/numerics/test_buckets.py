@@ -34,6 +34,7 @@ from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import CheckpointError, ConfigError, DataError, StorageError
 from spmd.hf.safetensors import SafetensorsFile, StoredTensor, write_safetensors
 from spmd.hf.stored_bytes import BucketBytes, DamagedBytesError
+from spmd.report.page import check_file
 from spmd.resilience import lease as lease_module
 from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
@@ -206,9 +207,13 @@ def test_a_bucket_that_does_not_exist_is_one_sentence(servers):
 def test_a_single_file_is_written(s3, key):
     """By its address; a bucket that does not exist is known before."""
     file = s3.address(f"{key}/report.html")
-    assert not output_problems("--out", file)
-    write_output("--out", file, "a report")
-    assert bucket(s3, key).read("report.html") == b"a report"
+    for options in ("", "?region=us-east-1"):
+        assert not check_file("--out", file + options)
+        write_output("--out", file + options, f"a report {options}")
+        assert bucket(s3, key).read("report.html") == f"a report {options}".encode()
+    top = s3.address(f"{key}.html")
+    write_output("--out", top, "at the top")
+    assert Bucket(locate(top).parent).read(f"{key}.html") == b"at the top"
     absent = "s3://no-such-bucket/report.html"
     (problem,) = output_problems("--out", absent)
     what = f"--out: {absent}: the bucket no-such-bucket does not exist"

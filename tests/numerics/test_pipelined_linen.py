@@ -139,7 +139,7 @@ def test_a_linen_module_has_the_numbers_of_one_device(layout):
 
 
 def test_the_mode_reaches_the_layers():
-    """The control: without the argument of the mode, statistics stay as they are, and the loss is another."""
+    """Statistics change in training alone."""
     model = make_model()
     parts = model.layered()
     params = model.init(jax.random.key(0))
@@ -154,25 +154,126 @@ def test_the_mode_reaches_the_layers():
 
 
 def test_random_numbers_in_layers_are_refused():
-    """Stages have no key: the error names the stream and the method."""
+    """Stages have no key: the error names the method."""
     step = make_step(make_model(rate_of_layers=0.3), pipe=2)
-    said = r"'dropout', which has no key(.|\n)*none in apply_layers; or a module of nnx"
+    said = r"Net.apply_layers: draws random numbers(.|\n)*none in apply_layers; or a module of nnx"
     with pytest.raises(ConfigError, match=said):
         step.trace(batch())
 
 
 def test_a_field_that_is_not_there():
-    """Is an error with the nearest; without a field, the error about a pipeline says what is missing."""
+    """Is an error with the nearest, and so is one that counts no stacked layers. Without a field, the error about a
+    pipeline says what is missing."""
     with pytest.raises(ConfigError, match=r"layers: is 'block', and Net has no such(.|\n)*blocks"):
         make_model(layers="block")
+    model = own_model(Unrolled(), train={})
+    with pytest.raises(
+        ConfigError, match="layers: is 'blocks', and no parameter has a row for each"
+    ):
+        model.apply(model.init(jax.random.key(0)), batch()["tokens"])
     with pytest.raises(ConfigError, match=r'spmd\.from_linen also layers="…"'):
         make_step(make_model(layers=""), pipe=2).trace(batch())
+
+
+class Sows(Net):
+    def apply_layers(self, x, context, train=False):
+        self.sow("sizes", "x", jnp.square(x).mean())
+        return super().apply_layers(x, context, train)
+
+
+class Scaled(Net):
+    """A scalar, and an array with as many elements as there are layers, before the stack in the order of paths."""
+
+    def setup(self):
+        super().setup()
+        self.a_scale = self.param("a_scale", nn.initializers.ones, ())
+        self.a_weights = self.param("a_weights", nn.initializers.ones, (4,))
+
+    def compute_outputs(self, x, values):
+        return super().compute_outputs(x * self.a_scale * self.a_weights.sum(), values)
+
+
+class Asks(Net):
+    """Layers that only ask whether there are random numbers."""
+
+    def apply_layers(self, x, context, train=False):
+        x, values = super().apply_layers(x, context, train)
+        return (x * 2 if self.has_rng("dropout") else x), values
+
+
+def own_model(module, **options):
+    tokens = jax.ShapeDtypeStruct((2, 8), "int32")
+    options = {"train": {"train": True}, "layers": "blocks", **options}
+    return from_linen(module, tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "pieces"),
+    [(Scaled(), [(0, 2), (2, 4)]), (Asks(), [(0, 4)])],
+    ids=["scalars", "asks"],
+)
+def test_the_parts_are_the_whole(module, pieces):
+    """With some layers after the others, as stages run them; a module that asks for keys has some."""
+    model = own_model(module)
+    parts, key = model.layered(), jax.random.key(0)
+    params, variables = model.init(key), model.init_variables(key)
+    tokens = batch()["tokens"]
+    whole, _ = model.forward(params, variables, key, tokens, train=True)
+    (x, context), _ = parts.embed_inputs(params, variables, key, tokens, train=True)
+    for first, end in pieces:
+        rows = slice(first, end)
+        own = {**params, "blocks": jax.tree.map(lambda x, rows=rows: x[rows], params["blocks"])}
+        statistics = jax.tree.map(lambda x, rows=rows: x[rows], variables)
+        (x, _), _ = parts.apply_layers(own, statistics, x, context, train=True)
+    found, _ = parts.compute_outputs(params, variables, x, None, train=True)
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+
+
+class Unrolled(nn.Module):
+    blocks: int = 2
+
+    def setup(self):
+        self.embed = nn.Embed(64, WIDTH)
+        self.list = [nn.Dense(WIDTH) for _ in range(self.blocks)]
+
+    def embed_inputs(self, tokens):
+        return self.embed(tokens), None
+
+    def apply_layers(self, x, context):
+        for layer in self.list:
+            x = layer(x)
+        return x, None
+
+    def compute_outputs(self, x, values):
+        return self.embed.attend(x)
+
+    def __call__(self, tokens, train=False):
+        x, context = self.embed_inputs(tokens)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "said"),
+    [
+        (Sows(), {}, "sizes: is sown in apply_layers, and stages"),
+        (
+            Net(),
+            {"train": {"method": "__call__"}},
+            "method: is chosen by the mode, and stages call",
+        ),
+    ],
+    ids=["sows", "method"],
+)
+def test_what_cannot_be_pipelined(module, options, said):
+    """Is an error with the reason."""
+    with pytest.raises(ConfigError, match=said):
+        make_step(own_model(module, **options), pipe=2).trace(batch())
 
 
 class TakesItsMode(nnx.Module):
     """A module of nnx with an argument of its mode, which its layers take."""
 
-    def __init__(self, rngs, named="train"):
+    def __init__(self, rngs):
         self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
         kernel = jax.random.normal(rngs.params(), (4, WIDTH, WIDTH)) * 0.1
         self.blocks = nnx.Dict(kernel=nnx.Param(kernel))

@@ -27,7 +27,7 @@ PROCESSES, EVERY, CHECKPOINT = 4, 1, 20
 SEEDS = list(map(int, os.environ.get("KILLS_SEEDS", "1").split(",")))
 KILLS = int(os.environ.get("KILLS", 50))
 STEPS = 9 * KILLS + 20
-"""Enough: between two kills are 2 to 9 steps, and what is taken until the next ones are seen."""
+"""Of a run: more than it takes until the last kill, for there are 2 to 9 steps between two."""
 KINDS = {"process": 50, "host": 30, "SIGTERM": 10, "all processes of all hosts": 10}
 """Kind of a kill → how often it is drawn."""
 OUTAGE = "outage of the store"
