@@ -277,7 +277,7 @@ class _LinenFunctions:
         return run
 
     def _without_keys(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
-        """Return a method that draws no random numbers, as a function without keys.
+        """Return a method without random numbers as a function without keys.
 
         It gets some keys: a module may ask whether it has any.
         """
@@ -312,7 +312,7 @@ class _LinenFunctions:
 
     @functools.cached_property
     def _rows(self) -> dict[str, int]:
-        """Path → rows of each parameter that is a stack of layers."""
+        """Path → rows of each stack of layers."""
         shapes = {path: x.shape for path, x in self._params.items()}
         stacks = describe(shapes, self.said).stacks or {}
         rows = {}
