@@ -22,7 +22,14 @@ from spmd.errors import (
     describe_value,
     did_you_mean,
 )
-from spmd.model_interface.model import NO_PIPELINE, VALID, LayeredModule, takes_valid
+from spmd.model_interface.compute_dtype import InComputeDtype
+from spmd.model_interface.model import (
+    NO_PIPELINE,
+    VALID,
+    LayeredModel,
+    LayeredModule,
+    takes_valid,
+)
 from spmd.plan.logical_constraints import read_logical_constraints
 
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
@@ -110,6 +117,24 @@ def mode_keywords(
     keywords = ModeKeywords(module, training, evaluation)
     keywords.check()
     return keywords
+
+
+def layered_model(
+    module: Any, info: Callable[[], Any], *parts: Callable[..., tuple[Any, Any]]
+) -> LayeredModel:
+    """Return the functions of a module's parts, computed in the compute dtype.
+
+    Args:
+        info: Returns the model's `ModelInfo`.
+        *parts: Embedding, layers and outputs.
+    """
+    embed_inputs, apply_layers, compute_outputs = parts
+    return LayeredModel(
+        InComputeDtype(embed_inputs, info, inputs_from=2, returns_outputs=False),
+        InComputeDtype(apply_layers, info, returns_outputs=False),
+        InComputeDtype(compute_outputs, info, has_variables=True),
+        getattr(module, "outputs_take_context", False),
+    )
 
 
 def check_nothing_sown(method: str, sown: Iterable[str]) -> None:

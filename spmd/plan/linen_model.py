@@ -27,7 +27,6 @@ from spmd.errors import (
     did_you_mean,
 )
 from spmd.jaxpr.dependence import dependent_outputs
-from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.kernels import Said
 from spmd.model_interface.model import (
     NO_PIPELINE,
@@ -48,6 +47,7 @@ from spmd.plan.flax_calls import (
     check_no_variables,
     check_nothing_sown,
     checked_method,
+    layered_model,
     mode_keywords,
     no_shardings_inside,
     own_line,
@@ -248,12 +248,7 @@ class _LinenFunctions:
 
         apply_layers = self._without_keys("apply_layers", modes)
         compute_outputs = self._without_keys("compute_outputs", modes)
-        return LayeredModel(
-            InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
-            InComputeDtype(apply_layers, self.info, returns_outputs=False),
-            InComputeDtype(compute_outputs, self.info, has_variables=True),
-            getattr(self.module, "outputs_take_context", False),
-        )
+        return layered_model(self.module, self.info, embed, apply_layers, compute_outputs)
 
     def _part(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
         """Return a method as a function of some layers, variables, inputs and keys of streams."""

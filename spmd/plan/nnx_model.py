@@ -25,7 +25,6 @@ from spmd.errors import (
     check_call,
     check_type,
 )
-from spmd.model_interface.compute_dtype import InComputeDtype
 from spmd.model_interface.model import (
     LayeredModel,
     LayeredModule,
@@ -48,6 +47,7 @@ from spmd.plan.flax_calls import (
     check_no_variables,
     check_nothing_sown,
     checked_method,
+    layered_model,
     mode_keywords,
     no_shardings_inside,
 )
@@ -241,12 +241,9 @@ class _NNXFunctions:
             del key  # an NNX module has its own random state
             return embed_inputs(params, variables, *inputs, train=train, **keywords)
 
-        return LayeredModel(
-            InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
-            InComputeDtype(self._part("apply_layers", modes), self.info, returns_outputs=False),
-            InComputeDtype(self._part("compute_outputs", modes), self.info, has_variables=True),
-            getattr(module, "outputs_take_context", False),
-        )
+        apply_layers = self._part("apply_layers", modes)
+        compute_outputs = self._part("compute_outputs", modes)
+        return layered_model(module, self.info, embed, apply_layers, compute_outputs)
 
     @functools.cached_property
     def _structure(self) -> ModuleStructure:
