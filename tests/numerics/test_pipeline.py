@@ -330,7 +330,7 @@ def test_the_picture(tmp_path, capsys):
     with pytest.raises(SystemExit) as done:
         main(["plan", "demo", *flags[:-1], str(tmp_path / "no folder" / "picture.svg")])
     assert done.value.code == 2
-    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    assert "picture.svg is in no folder that exists" in capsys.readouterr().err
     with pytest.raises(SystemExit) as done:
         main(["plan", "demo", *flags, "--json"])
     record = json.loads(capsys.readouterr().out)

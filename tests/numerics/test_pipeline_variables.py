@@ -157,8 +157,8 @@ def make_model(layers=4, **fields):
     return from_nnx(lambda rngs: Net(rngs, layers, **fields))
 
 
-def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, **mesh):
-    """Losses of steps, their last state, and the evaluation's loss."""
+def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, evaluate=True, **mesh):
+    """Losses of steps, their last state, and the evaluation's loss, or None."""
     plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
     loss_fn = next_token_loss(model)
     evaluated = next_token_loss(model, train=False)
@@ -173,6 +173,8 @@ def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, **mesh):
     for _ in range(steps):
         state, metrics = step(state, batch())
         losses.append(float(metrics["loss"]))
+    if not evaluate:
+        return losses, jax.device_get(state), None
     after = make_eval_step(plan, evaluated)(state.params, state.variables, batch())
     return losses, jax.device_get(state), float(after["loss"])
 
@@ -249,7 +251,7 @@ def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
 def test_control_of_statistics(monkeypatch):
     """Microbatches with the statistics from before the first one leave others."""
     monkeypatch.setattr(MicrobatchVariables, "with_statistics", lambda self, statistics: self)
-    _, state, _ = train(make_model(norm=True), pipe=2, fsdp=2)
+    _, state, _ = train(make_model(norm=True), evaluate=False, pipe=2, fsdp=2)
     _, one, _ = one_device(4, norm=True)
     found, wanted = (x.variables["layers"]["norm"]["var"] for x in (state, one))
     assert np.abs(found - wanted).max() > 1e-2
@@ -293,7 +295,7 @@ def test_control_of_dropout(monkeypatch):
     """Microbatches with the random state of the first have other numbers."""
     at = MicrobatchVariables.at
     monkeypatch.setattr(MicrobatchVariables, "at", lambda self, i: at(self, 0))
-    losses, _, _ = train(make_model(norm=True), pipe=2, fsdp=2, steps=1)
+    losses, _, _ = train(make_model(norm=True), steps=1, evaluate=False, pipe=2, fsdp=2)
     expected, _, _ = one_device(4, norm=True)
     assert abs(losses[0] / expected[0] - 1) > 1e-3
 
