@@ -26,6 +26,7 @@ _INTERVAL = 5.0
 """Seconds between looks for new programs."""
 _PATIENCE = 30.0
 """Seconds of repeated requests, after which programs are compiled."""
+_XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 _PROGRAM = "-cache"
 """End of the names of JAX's files of programs."""
 
@@ -62,8 +63,23 @@ def program_cache(configured: str, say: Callable[[str], object]) -> Iterator[Non
         return
     programs = BucketPrograms(path / _kind(), say)
     programs.download()
-    with programs.uploads(), compilation_cache(programs.folder):
+    with programs.uploads(), _names_without_folder(), compilation_cache(programs.folder):
         yield
+
+
+@contextlib.contextmanager
+def _names_without_folder() -> Iterator[None]:
+    """Keep the folder of this process out of the names of programs.
+
+    JAX puts XLA's own caches into it, and hashes their paths into a program's name, on every
+    platform. So no other process would find the program.
+    """
+    before = jax.config.values[_XLA_CACHES]
+    jax.config.update(_XLA_CACHES, "none")
+    try:
+        yield
+    finally:
+        jax.config.update(_XLA_CACHES, before)
 
 
 def _bucket_path(configured: str) -> BucketPath | None:
