@@ -50,6 +50,7 @@ from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
 from spmd.storage.mirror import Mirror
 from spmd.storage.output_file import output_problems, write_output
+from spmd.training.compilation_cache import watch_cache_hits
 from tests.chats import write_tokenizer
 from tests.google_storage import google_storage
 from tests.object_stores import FaultProxy, environment, started_servers
@@ -541,6 +542,25 @@ def test_programs_are_shared_through_a_bucket(s3, key, tmp_path, monkeypatch):
         assert not folder.exists()
     assert folders[0] != folders[1]
     assert jax.config.values["jax_compilation_cache_dir"] != str(folders[1])
+
+
+def test_a_program_has_one_name_on_all_hosts(s3, key, tmp_path, monkeypatch):
+    """JAX writes it into a folder of the process, which is no part of its name: another process reads it."""
+    minimum = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[minimum]
+    jax.config.update(minimum, 0.0)
+    x, names = jnp.arange(3.0), []
+    try:
+        for host in ("first", "second"):
+            monkeypatch.setenv("HOME", str(tmp_path / host))
+            with program_cache(s3.address(key), print), watch_cache_hits() as hits:
+                jax.jit(lambda x: jnp.sin(x) * 3)(x).block_until_ready()
+            names.append(bucket(s3, key).list())
+            assert bool(hits) is (host == "second")
+    finally:
+        jax.config.update(minimum, before)
+    assert len(names[0]) == 1
+    assert names[0] == names[1]
 
 
 def test_a_program_that_is_being_written_waits(s3, key, tmp_path, monkeypatch):
