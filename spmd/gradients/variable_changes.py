@@ -12,7 +12,7 @@ kept.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -53,15 +53,19 @@ class VariableChanges:
         Args:
             carried: Paths of variables.
         """
-        paths = list(tree.flatten(self.variables))
-        sums = len(self.program.out_avals) - len(paths)
-        outputs = [path not in carried for path in paths] + [True] * sums
-        is_read = needed_inputs(self.program, outputs)
+        others = self._outputs(lambda path: path not in carried, sums=True)
+        is_read = needed_inputs(self.program, others)
         found = []
-        for path, is_one in zip(paths, is_read, strict=False):  # arguments follow the variables
-            if is_one and path in carried:
+        for number, path in enumerate(tree.flatten(self.variables)):  # these are the first inputs
+            if is_read[number] and path in carried:
                 found.append(path)
         return found
+
+    def _outputs(self, is_wanted: Callable[[str], bool], *, sums: bool) -> list[bool]:
+        """Return a flag for each output of the program: variables by their paths, and all sums."""
+        flags = list(map(is_wanted, tree.flatten(self.variables)))
+        flags += [sums] * (len(self.program.out_avals) - len(flags))
+        return flags
 
     def before_each(self, changing: Any, microbatches: int) -> tuple[Any, Any]:
         """Return variables of `by_itself`: before each microbatch, and after all.
@@ -74,8 +78,7 @@ class VariableChanges:
         """
         first = tree.flatten(self.variables)
         own = tree.flatten(changing)
-        is_own = [path in own for path in first]
-        is_own += [False] * (len(self.program.out_avals) - len(is_own))
+        is_own = self._outputs(own.__contains__, sums=False)
         part, _ = dce_jaxpr(self.program.jaxpr, is_own, instantiate=True)
         advanced = jaxpr_as_fun(ClosedJaxpr(part, self.program.consts))
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
@@ -40,15 +40,11 @@ from spmd.model_interface.wrapped_param import is_wrapped
 from spmd.plan.created import recording
 from spmd.plan.flax_calls import (
     INVALID_MODEL,
-    ModeKeywords,
     as_array,
     called_method,
     check_all_sown,
     check_no_variables,
-    check_nothing_sown,
     checked_method,
-    layered_model,
-    mode_keywords,
     no_shardings_inside,
     own_line,
 )
@@ -56,6 +52,13 @@ from spmd.plan.flax_dtypes import (
     narrow_linen_attention,
     params_of,
     record_own_dtypes,
+)
+from spmd.plan.flax_parts import (
+    ModeKeywords,
+    Part,
+    check_nothing_sown,
+    layered_model,
+    mode_keywords,
 )
 from spmd.plan.linen_collections import DEBUGGING, LinenCollections
 from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
@@ -238,19 +241,23 @@ class _LinenFunctions:
         modes = mode_keywords(self.module, self.training, self.evaluation)
         if modes is None:
             return None
-        embed_inputs = self._part("embed_inputs", modes)
+        embed = self._part("embed_inputs", modes)
 
-        def embed(
+        def embed_inputs(
             params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
         ) -> Any:
             keys = self._keys(key, train=train)
-            return embed_inputs(params, variables, *inputs, keys=keys, train=train, **keywords)
+            return embed(params, variables, *inputs, keys=keys, train=train, **keywords)
 
-        apply_layers = self._without_keys("apply_layers", modes)
-        compute_outputs = self._without_keys("compute_outputs", modes)
-        return layered_model(self.module, self.info, embed, apply_layers, compute_outputs)
+        return layered_model(
+            self.module,
+            self.info,
+            embed_inputs=embed_inputs,
+            apply_layers=self._without_keys("apply_layers", modes),
+            compute_outputs=self._without_keys("compute_outputs", modes),
+        )
 
-    def _part(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
+    def _part(self, method: str, modes: ModeKeywords) -> Part:
         """Return a method as a function of some layers, variables, inputs and keys of streams."""
 
         def run(
@@ -271,7 +278,7 @@ class _LinenFunctions:
 
         return run
 
-    def _without_keys(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
+    def _without_keys(self, method: str, modes: ModeKeywords) -> Part:
         """Return a method without random numbers as a function without keys.
 
         It gets some keys: a module may ask whether it has any.
@@ -308,23 +315,23 @@ class _LinenFunctions:
     @functools.cached_property
     def _rows(self) -> dict[str, int]:
         """Path → rows of each stack of layers."""
-        shapes = {path: x.shape for path, x in self._params.items()}
-        stacks = describe(shapes, self.said).stacks or {}
+        stacks = describe(self._shapes, self.said).stacks or {}
         rows = {}
-        for path, shape in shapes.items():
+        for path, shape in self._shapes.items():
             if 0 in dims_of(path, stacks):
                 rows[path] = shape[0]
         if not rows:
-            what = f"is {self.layers!r}, and no parameter has a row for each layer"
-            fix = f"stacked layers: nn.scan(…, length=self.{self.layers})"
+            what = f"is {self.layers!r}, and no parameter has a row for each, its first dimension"
+            fix = f'nn.scan(…, variable_axes={{"params": 0}}, length=self.{self.layers})'
             raise ConfigError(INVALID_MODEL, [Problem("layers", what, fix=fix)])
         return rows
 
     @property
-    def _params(self) -> dict[str, Any]:
-        """The abstract parameters by their paths."""
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path → shape of each parameter."""
         made, _ = self._traced
-        return tree.flatten(nn.meta.unbox(made.get("params", {})))
+        params = tree.flatten(nn.meta.unbox(made.get("params", {})))
+        return {path: x.shape for path, x in params.items()}
 
     def info(self) -> ModelInfo:
         collections = self._collections
@@ -332,7 +339,7 @@ class _LinenFunctions:
         made, layers = self._traced
         params = made.get("params", {})
         names = made.get(PARAMS_AXES)
-        shapes = {path: x.shape for path, x in self._params.items()}
+        shapes = self._shapes
         return dataclasses.replace(
             describe(shapes, self.said),
             annotations=linen_annotations(params, names),

@@ -40,21 +40,24 @@ from spmd.model_interface.model import (
 from spmd.plan.created import drawn_shapes
 from spmd.plan.flax_calls import (
     INVALID_MODEL,
-    ModeKeywords,
     as_array,
     called_method,
     check_all_sown,
     check_no_variables,
-    check_nothing_sown,
     checked_method,
-    layered_model,
-    mode_keywords,
     no_shardings_inside,
 )
 from spmd.plan.flax_dtypes import (
     CAST_BY_LAYER,
     mark_own_dtypes,
     use_plan_dtype,
+)
+from spmd.plan.flax_parts import (
+    ModeKeywords,
+    Part,
+    check_nothing_sown,
+    layered_model,
+    mode_keywords,
 )
 from spmd.plan.nnx_state import (
     ModuleStructure,
@@ -233,17 +236,21 @@ class _NNXFunctions:
         modes = mode_keywords(module, self.training, self.evaluation)
         if modes is None:
             return None
-        embed_inputs = self._part("embed_inputs", modes)
+        embed = self._part("embed_inputs", modes)
 
-        def embed(
+        def embed_inputs(
             params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
         ) -> Any:
             del key  # an NNX module has its own random state
-            return embed_inputs(params, variables, *inputs, train=train, **keywords)
+            return embed(params, variables, *inputs, train=train, **keywords)
 
-        apply_layers = self._part("apply_layers", modes)
-        compute_outputs = self._part("compute_outputs", modes)
-        return layered_model(module, self.info, embed, apply_layers, compute_outputs)
+        return layered_model(
+            module,
+            self.info,
+            embed_inputs=embed_inputs,
+            apply_layers=self._part("apply_layers", modes),
+            compute_outputs=self._part("compute_outputs", modes),
+        )
 
     @functools.cached_property
     def _structure(self) -> ModuleStructure:
@@ -321,7 +328,7 @@ class _NNXFunctions:
         run = checked_method(module, method, inputs, keywords)
         return self._run(module, variables, functools.partial(run, module, *inputs, **keywords))
 
-    def _part(self, method: str, modes: ModeKeywords) -> Callable[..., tuple[Any, Any]]:
+    def _part(self, method: str, modes: ModeKeywords) -> Part:
         """Return a method of the module as a function of parameters, variables and inputs."""
 
         def run(

@@ -108,7 +108,7 @@ def location_problems(where: str, text: str) -> list[Problem]:
 
     Example:
         >>> print(*location_problems("out", "gs://bucket"))
-        out: gs://bucket names a bucket without a key
+        out: gs://bucket: names a bucket without a key
             fix: a key after the bucket, such as gs://bucket/runs/demo
         >>> location_problems("out", "runs/demo")
         []
@@ -116,12 +116,17 @@ def location_problems(where: str, text: str) -> list[Problem]:
     try:
         locate(text)
     except StorageError as error:
-        problems = []
-        for problem in error.problems:
-            what = f"{problem.where} {problem.what}"
-            problems.append(dataclasses.replace(problem, where=where, what=what))
-        return problems
+        return problems_at(where, error)
     return []
+
+
+def problems_at(where: str, error: StorageError) -> list[Problem]:
+    """Return the problems of an address, reported at the flag or field by which it was given."""
+    problems = []
+    for problem in error.problems:
+        what = f"{problem.where}: {problem.what}"
+        problems.append(dataclasses.replace(problem, where=where, what=what))
+    return problems
 
 
 def address_of(location: Location) -> str:

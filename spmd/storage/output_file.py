@@ -1,10 +1,9 @@
 """Single output files of commands, such as a report: on a disk or in a bucket."""
 
-import dataclasses
 from pathlib import Path
 
 from spmd.errors import ConfigError, Problem, StorageError, nearest_file
-from spmd.storage.address import BucketPath, locate, location_problems
+from spmd.storage.address import BucketPath, locate, location_problems, problems_at
 from spmd.storage.bucket import Bucket
 
 _NOT_WRITTEN = "File not written:"
@@ -20,7 +19,7 @@ def output_problems(where: str, file: str) -> list[Problem]:
 
     Example:
         >>> print(*output_problems("--svg", "s3://bucket"))
-        --svg: s3://bucket names a bucket without a key
+        --svg: s3://bucket: names a bucket without a key
             fix: a key after the bucket, such as s3://bucket/runs/demo
     """
     problems = location_problems(where, file)
@@ -47,11 +46,7 @@ def _bucket_problems(where: str, location: BucketPath) -> list[Problem]:
     try:
         Bucket(location, patience=_PATIENCE).check()
     except StorageError as error:
-        problems = []
-        for problem in error.problems:
-            what = f"{problem.where}: {problem.what}"
-            problems.append(dataclasses.replace(problem, where=where, what=what))
-        return problems
+        return problems_at(where, error)
     return []
 
 

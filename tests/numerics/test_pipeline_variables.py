@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import ConfigError
-from spmd.gradients.accumulate import accumulate
-from spmd.gradients.base import value_and_grad
 from spmd.gradients.deferred_reduction import choose_deferred_reduction
 from spmd.gradients.losses import next_token_loss
 from spmd.model_interface.model import LayeredModel
@@ -32,9 +29,9 @@ from spmd.sharding.rules import Rules, replicate
 from spmd.training.state import init_state
 from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
+from tests.pipelined_training import MICROBATCHES, assert_trains_as, batch, train
 from tests.tiers import soak_but
 
-MICROBATCHES = 4
 WIDTH = 8
 RULES = Rules(
     params=[
@@ -147,41 +144,13 @@ class Sows(Net):
         return x, values
 
 
-def batch():
-    tokens = np.random.default_rng(0).integers(0, 64, (16, 9), np.int32)
-    weights = np.ones((16, 8), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-
-
 def make_model(layers=4, **fields):
     return from_nnx(lambda rngs: Net(rngs, layers, **fields))
 
 
-def train(model, schedule="1f1b", chunks=1, steps=2, recompute=False, evaluate=True, **mesh):
-    """Losses of steps, their last state, and the evaluation's loss, or None."""
-    plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
-    loss_fn = next_token_loss(model)
-    evaluated = next_token_loss(model, train=False)
-    grad_fn = accumulate(value_and_grad(loss_fn), MICROBATCHES)
-    if "pipe" in mesh:
-        schedule = make_schedule(schedule, mesh["pipe"], MICROBATCHES, chunks)
-        grad_fn = pipeline(loss_fn, tabulate(schedule, recompute=recompute))
-        evaluated = pipelined(evaluated, mesh["pipe"], MICROBATCHES)
-    step = make_train_step(plan, grad_fn=grad_fn)
-    state = init_state(plan)
-    losses = []
-    for _ in range(steps):
-        state, metrics = step(state, batch())
-        losses.append(float(metrics["loss"]))
-    if not evaluate:
-        return losses, jax.device_get(state), None
-    after = make_eval_step(plan, evaluated)(state.params, state.variables, batch())
-    return losses, jax.device_get(state), float(after["loss"])
-
-
 @functools.cache
 def one_device(layers, norm=False):
-    return train(make_model(layers, norm=norm))
+    return train(make_model(layers, norm=norm), RULES)
 
 
 LAYOUTS = {
@@ -202,33 +171,24 @@ def test_variables_are_those_of_one_device(layout, norm):
     """Dropout of embedding, layers and head, and batch statistics of layers, after two steps of four microbatches; so
     are losses, parameters and an evaluation."""
     layers, schedule, chunks, mesh = LAYOUTS[layout]
-    losses, state, evaluated = train(make_model(layers, norm=norm), schedule, chunks, **mesh)
-    expected, one, evaluated_one = one_device(layers, norm)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    np.testing.assert_allclose(evaluated, evaluated_one, rtol=1e-6)
+    found = train(make_model(layers, norm=norm), RULES, schedule, chunks, **mesh)
+    assert_trains_as(found, one_device(layers, norm))
+    _, state, _ = found
     of_layers = state.variables["layers"]
     assert of_layers["dropout"]["rngs"]["count"].tolist() == [8] * layers
     assert int(state.variables["dropout"]["rngs"]["count"]) == 16, "twice in a microbatch"
     if norm:
         changes = np.abs(of_layers["norm"]["mean"]).max(axis=1)  # from zero
         assert (changes > 1e-3).all(), "of every layer"
-    assert_close(state.variables, one.variables, rtol=1e-5, atol=1e-7)
-    assert_close(state.params, one.params, rtol=1e-5, atol=1e-6)
-
-
-def assert_close(found, wanted, **tolerance):
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, **tolerance)
 
 
 @pytest.mark.soak
 def test_variables_in_lists_are_those_of_one_device():
     """Their paths have numbers; and what passes through a transform of Flax is no change."""
     model = from_nnx(Lists)
-    losses, state, _ = train(model, pipe=2, fsdp=2)
-    expected, one, _ = train(model)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, state.variables, one.variables)
+    found = train(model, RULES, pipe=2, fsdp=2)
+    assert_trains_as(found, train(model, RULES))
+    _, state, _ = found
     assert int(state.variables["dropout"][0]["rngs"]["count"]) == 16
 
 
@@ -251,7 +211,7 @@ def test_tables_are_no_obstacle_to_an_exchange_beside_uneven_stages():
 def test_control_of_statistics(monkeypatch):
     """Microbatches with the statistics from before the first one leave others."""
     monkeypatch.setattr(MicrobatchVariables, "with_statistics", lambda self, statistics: self)
-    _, state, _ = train(make_model(norm=True), evaluate=False, pipe=2, fsdp=2)
+    _, state, _ = train(make_model(norm=True), RULES, evaluate=False, pipe=2, fsdp=2)
     _, one, _ = one_device(4, norm=True)
     found, wanted = (x.variables["layers"]["norm"]["var"] for x in (state, one))
     assert np.abs(found - wanted).max() > 1e-2
@@ -295,7 +255,7 @@ def test_control_of_dropout(monkeypatch):
     """Microbatches with the random state of the first have other numbers."""
     at = MicrobatchVariables.at
     monkeypatch.setattr(MicrobatchVariables, "at", lambda self, i: at(self, 0))
-    losses, _, _ = train(make_model(norm=True), steps=1, evaluate=False, pipe=2, fsdp=2)
+    losses, _, _ = train(make_model(norm=True), RULES, steps=1, evaluate=False, pipe=2, fsdp=2)
     expected, _, _ = one_device(4, norm=True)
     assert abs(losses[0] / expected[0] - 1) > 1e-3
 

@@ -4,28 +4,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import ConfigError
-from spmd.gradients.accumulate import accumulate
-from spmd.gradients.base import value_and_grad
-from spmd.gradients.losses import next_token_loss
-from spmd.pipeline.grad_fn import pipeline, pipelined
-from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import tabulate
 from spmd.plan.linen_model import from_linen
 from spmd.plan.nnx_model import from_nnx
-from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
-from spmd.training.state import init_state
-from spmd.training.step import make_eval_step, make_train_step
-from tests import tiny
+from tests.pipelined_training import assert_trains_as, batch, make_step, train
 from tests.tiers import soak_but
 
-MICROBATCHES = 4
 WIDTH = 8
 RULES = Rules(
     params=[
@@ -85,37 +74,6 @@ def make_model(layers="blocks", **fields):
     return from_linen(Net(**fields), tokens, train={"train": True}, layers=layers)
 
 
-def batch():
-    tokens = np.random.default_rng(0).integers(0, 64, (16, 9), np.int32)
-    weights = np.ones((16, 8), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-
-
-def make_step(model, schedule="1f1b", chunks=1, **mesh):
-    plan = make_plan(tiny.mesh(**mesh), RULES, model, optax.adam(1e-2))
-    loss_fn = next_token_loss(model)
-    grad_fn = accumulate(value_and_grad(loss_fn), MICROBATCHES)
-    if "pipe" in mesh:
-        table = tabulate(make_schedule(schedule, mesh["pipe"], MICROBATCHES, chunks))
-        grad_fn = pipeline(loss_fn, table)
-    return make_train_step(plan, grad_fn=grad_fn)
-
-
-def train(model, schedule="1f1b", chunks=1, **mesh):
-    """Losses of two steps, their last state, and the evaluation's loss."""
-    step = make_step(model, schedule, chunks, **mesh)
-    state = init_state(step.plan)
-    losses = []
-    for _ in range(2):
-        state, metrics = step(state, batch())
-        losses.append(float(metrics["loss"]))
-    evaluated = next_token_loss(model, train=False)
-    if "pipe" in mesh:
-        evaluated = pipelined(evaluated, mesh["pipe"], MICROBATCHES)
-    after = make_eval_step(step.plan, evaluated)(state.params, state.variables, batch())
-    return losses, jax.device_get(state), float(after["loss"])
-
-
 LAYOUTS = {
     "1f1b": (4, "1f1b", 1, {"pipe": 2, "fsdp": 2, "tensor": 2}),
     "interleaved": (4, "interleaved", 2, {"pipe": 2, "data": 2}),
@@ -129,13 +87,8 @@ def test_a_linen_module_has_the_numbers_of_one_device(layout):
     """Its stages are copies with fewer layers."""
     layers, schedule, chunks, mesh = LAYOUTS[layout]
     model = make_model(blocks=layers)
-    losses, state, evaluated = train(model, schedule, chunks, **mesh)
-    expected, one, evaluated_one = train(model)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    np.testing.assert_allclose(evaluated, evaluated_one, rtol=1e-6)
-    found, wanted = ((x.params, x.variables) for x in (state, one))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    found = train(model, RULES, schedule, chunks, **mesh)
+    assert_trains_as(found, train(model, RULES))
 
 
 def test_the_mode_reaches_the_layers():
@@ -146,8 +99,8 @@ def test_the_mode_reaches_the_layers():
     variables = model.init_variables(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 8, WIDTH)) * 3
     changed = []
-    for train in (False, True):
-        _, after = parts.apply_layers(params, variables, x, None, train=train)
+    for is_training in (False, True):
+        _, after = parts.apply_layers(params, variables, x, None, train=is_training)
         mean = after["batch_stats"]["blocks"]["norm"]["mean"]
         changed.append(float(jnp.abs(mean).max()) > 0)
     assert changed == [False, True]
@@ -155,7 +108,7 @@ def test_the_mode_reaches_the_layers():
 
 def test_random_numbers_in_layers_are_refused():
     """Stages have no key: the error names the method."""
-    step = make_step(make_model(rate_of_layers=0.3), pipe=2)
+    step = make_step(make_model(rate_of_layers=0.3), RULES, pipe=2)
     said = r"Net.apply_layers: draws random numbers(.|\n)*none in apply_layers; or a module of nnx"
     with pytest.raises(ConfigError, match=said):
         step.trace(batch())
@@ -172,7 +125,7 @@ def test_a_field_that_is_not_there():
     ):
         model.apply(model.init(jax.random.key(0)), batch()["tokens"])
     with pytest.raises(ConfigError, match=r'spmd\.from_linen also layers="…"'):
-        make_step(make_model(layers=""), pipe=2).trace(batch())
+        make_step(make_model(layers=""), RULES, pipe=2).trace(batch())
 
 
 class Sows(Net):
@@ -267,7 +220,7 @@ class Unrolled(nn.Module):
 def test_what_cannot_be_pipelined(module, options, said):
     """Is an error with the reason."""
     with pytest.raises(ConfigError, match=said):
-        make_step(own_model(module, **options), pipe=2).trace(batch())
+        make_step(own_model(module, **options), RULES, pipe=2).trace(batch())
 
 
 class TakesItsMode(nnx.Module):
@@ -308,5 +261,5 @@ def test_arguments_of_a_mode_reach_the_parts_of_nnx():
     )
     assert float(jnp.abs(with_mode - without).max()) > 0.1
     other = from_nnx(TakesItsMode, train={"deterministic": False})
-    with pytest.raises(ConfigError, match="deterministic: is an argument of the mode that no part"):
+    with pytest.raises(ConfigError, match="deterministic: is an argument of the mode, and no part"):
         other.layered()

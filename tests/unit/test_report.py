@@ -369,7 +369,7 @@ def test_the_page_of_a_plan_is_one_file(setup):
         (["demo", "--out", "runs/demo"], "a report is an HTML file"),
         (["demo", "--out", "no/such/folder/a.html"], "is in no folder that exists"),
         (["demo", "--out", "a.html", "--topology", "v5e:4x4"], "does not fit v5e:4x4"),
-        (["demo", "--out", "s3:///a.html"], "out: s3:///a.html names the bucket ''"),
+        (["demo", "--out", "s3:///a.html"], "out: s3:///a.html: names the bucket ''"),
         (["{run}"], "--out: is not given"),
         (["{run}", "--out", "a.html", "--topology", "v5e:4x4"], "--topology: is for a plan"),
         (["{run}", "{run}", "{run}", "--out", "a.html"], "is one run too many"),
